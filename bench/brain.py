@@ -1,0 +1,215 @@
+"""One incident in a large job of a large cluster: what the brain's decisions cost in CPU.
+
+    python -m bench.brain
+
+A cluster of 100,000 GPUs (12,500 nodes of 8) runs one job of 1,024 to 16,384 ranks. A worker dies;
+a quarter of the survivors are one step behind. The figure is the CPU of an incident's decisions,
+from the event that completes each phase to the encoded orders: fault -> Quiesce and Assign, last
+report -> Reform, last digest -> Resume. It is the best of seven incidents, since other programs on
+the machine only ever add to it; the table shows the median, the raw file all. The reports in between are in a column of their own, since
+they are spread over time and nodes. Memory is watched over 300 incidents.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import time
+import tracemalloc
+from dataclasses import dataclass
+
+from bench import record
+from keepstep import wire
+from keepstep.model import JobId, JobSpec, NodeId, Phase, Rank, Sign
+from keepstep.orchestrator import brain, events, state
+
+NODES = 12_500
+SLOTS = 8
+SIZES = (1024, 2048, 4096, 8192, 16384)
+LIMIT_MS = 100.0
+GROWTH_MAX = 16384 / 1024
+REPEATS = 7
+INCIDENTS = 300
+INCIDENT_RANKS = 256
+GREW_BYTES_MAX = 16 * 2**20
+JOB = JobId("train")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU of one incident, in milliseconds."""
+
+    fault_ms: float
+    plan_ms: float
+    resume_ms: float
+    reports_ms: float
+    order_bytes: int
+
+    @property
+    def decisions_ms(self) -> float:
+        return self.fault_ms + self.plan_ms + self.resume_ms
+
+
+class Rig:
+    """A running job of `ranks` ranks in the big cluster, and a clock."""
+
+    def __init__(self, ranks: int) -> None:
+        self.now = 1000.0
+        self.cluster = state.new_cluster("bench")
+        for i in range(NODES):
+            self.feed(wire.Hello(NodeId(f"n{i}"), f"10.0.{i >> 8}.{i & 255}", SLOTS, 1, 2, "b"))
+        spec = JobSpec(JOB, "train.py", nodes=ranks // SLOTS, ranks_per_node=SLOTS, spares=8)
+        self.feed(events.Submitted(spec))
+        for standby in self.job.standbys.values():
+            self.feed(wire.StandbyReport(standby.node, JOB, standby.slot, 1, True))
+        self.boundary = 0
+        self.report(Phase.RESUME)
+        assert self.job.migration is None
+
+    @property
+    def job(self) -> state.Job:
+        return self.cluster.jobs[JOB]
+
+    def feed(self, event: events.Event) -> brain.Decision:
+        decision = brain.step(self.cluster, event, self.now)
+        self.cluster = decision.cluster
+        return decision
+
+    def timed(self, event: events.Event) -> tuple[float, int]:
+        """CPU of a decision and of encoding its orders, and their size."""
+        began = time.process_time()
+        decision = self.feed(event)
+        size = sum(len(wire.encode(order)) for order in decision.orders)
+        return (time.process_time() - began) * 1e3, size
+
+    def reports(self, phase: Phase) -> list[wire.PhaseReport]:
+        """One message per node, as agents aggregate them."""
+        roster = self.job.roster
+        assert roster is not None
+        moving = self.job.migration
+        fresh = moving.joined if moving else {}
+        by_node: dict[NodeId, list[wire.SeatReport]] = {}
+        for seat in roster.seats:
+            by_node.setdefault(seat.node, []).append(self._seat(phase, seat.rank, fresh))
+        return [
+            wire.PhaseReport(node, JOB, self.job.generation, phase, tuple(seats))
+            for node, seats in by_node.items()
+        ]
+
+    def _seat(self, phase: Phase, rank: Rank, fresh: dict[Rank, int]) -> wire.SeatReport:
+        if phase is Phase.QUIESCE and rank in fresh:
+            return wire.SeatReport(rank)
+        behind = phase is Phase.QUIESCE and rank % 4 == 3
+        boundary = self.boundary - behind
+        return wire.SeatReport(
+            rank, boundary, True, f"digest-{boundary}", (self.boundary,), step=boundary
+        )
+
+    def report(self, phase: Phase) -> tuple[float, float, int]:
+        """All reports of a phase: CPU of all but the last, CPU of the last, bytes ordered."""
+        *most, last = self.reports(phase)
+        began = time.process_time()
+        for event in most:
+            self.feed(event)
+        spread = (time.process_time() - began) * 1e3
+        decided, size = self.timed(last)
+        return spread, decided, size
+
+    def incident(self, rank: int) -> Cost:
+        roster = self.job.roster
+        assert roster is not None
+        self.now += 60.0
+        self.boundary += 100
+        seat = roster.seats[rank]
+        death = wire.Observed(
+            seat.node, JOB, Sign.EXIT, seat.rank, seat.incarnation, self.job.generation, 1, -9
+        )
+        fault_ms, fault_bytes = self.timed(death)
+        quiesce, plan_ms, plan_bytes = self.report(Phase.QUIESCE)
+        verify, resume_ms, resume_bytes = self.report(Phase.VERIFY)
+        resume, done_ms, _ = self.report(Phase.RESUME)
+        assert self.job.migration is None, self.job.migration
+        for standby in tuple(self.job.standbys.values()):
+            if not standby.ready:
+                self.feed(wire.StandbyReport(standby.node, JOB, standby.slot, 1, True))
+        spread = quiesce + verify + resume + done_ms
+        size = fault_bytes + plan_bytes + resume_bytes
+        return Cost(fault_ms, plan_ms, resume_ms, spread, size)
+
+
+def measure(ranks: int) -> list[Cost]:
+    rig = Rig(ranks)
+    gc.collect()
+    return [rig.incident((i * 37) % ranks) for i in range(REPEATS)]
+
+
+def memory() -> dict[str, float]:
+    """Bytes held after 20 incidents and after 300: what grows without bound shows."""
+    rig = Rig(INCIDENT_RANKS)
+    tracemalloc.start()
+    for i in range(20):
+        rig.incident((i * 37) % INCIDENT_RANKS)
+    gc.collect()
+    early, _ = tracemalloc.get_traced_memory()
+    for i in range(20, INCIDENTS):
+        rig.incident((i * 37) % INCIDENT_RANKS)
+    gc.collect()
+    late, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {"early_bytes": early, "late_bytes": late, "grew_bytes": late - early}
+
+
+def main() -> int:
+    print(f"{'ranks':>6} {'fault':>8} {'plan':>8} {'resume':>8} {'decisions':>10} {'reports':>9}")
+    raw: dict[str, list[dict[str, float]]] = {}
+    median: dict[int, float] = {}
+    best: dict[int, float] = {}
+    for ranks in SIZES:
+        costs = sorted(measure(ranks), key=lambda cost: cost.decisions_ms)
+        middle = costs[len(costs) // 2]
+        median[ranks] = middle.decisions_ms
+        best[ranks] = costs[0].decisions_ms
+        raw[str(ranks)] = [
+            {
+                "fault_ms": c.fault_ms,
+                "plan_ms": c.plan_ms,
+                "resume_ms": c.resume_ms,
+                "reports_ms": c.reports_ms,
+                "order_bytes": c.order_bytes,
+            }
+            for c in costs
+        ]
+        print(
+            f"{ranks:6} {middle.fault_ms:6.1f}ms {middle.plan_ms:6.1f}ms {middle.resume_ms:6.1f}ms "
+            f"{middle.decisions_ms:8.1f}ms {middle.reports_ms:7.1f}ms"
+        )
+    held = memory()
+    # The best of each: a busy machine adds to both ends, and to the short one more by proportion.
+    growth = best[16384] / best[1024]
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    good = best[16384] < LIMIT_MS and growth <= GROWTH_MAX and held["grew_bytes"] <= GREW_BYTES_MAX
+    path = record.keep(
+        "brain",
+        {
+            "incidents": raw,
+            "median_ms": {str(ranks): ms for ranks, ms in median.items()},
+            "best_ms": {str(ranks): ms for ranks, ms in best.items()},
+            "growth": growth,
+            "memory": held,
+            "peak_rss_mb": peak_mb,
+            "holds": good,
+        },
+    )
+    print(f"raw: {path.name}; peak memory {peak_mb:.0f} MB")
+    print(
+        f"16,384 ranks: {best[16384]:.1f} ms CPU from decision to orders (limit {LIMIT_MS:g}), "
+        f"growth from 1,024 x{growth:.1f} (limit x{GROWTH_MAX:g}), "
+        f"{held['grew_bytes'] / 2**20:.1f} MB more after {INCIDENTS} incidents: "
+        f"{'holds' if good else 'DOES NOT HOLD'}"
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,317 @@
+"""What Keepstep costs while nothing breaks: its step time against the bare engine's.
+
+    python -m bench.overhead [--ranks 2,4] [--steps 3000] [--quick]
+
+Three jobs live side by side and take turns, one short block of steps at a time: A bare, B under
+Keepstep, C bare again as the control. Each round goes there and back, so that a drift of the
+machine meets all of them alike:
+
+    A B C | C B A,  then  C B A | A B C        without C this is A B B A, without B it is A C C A
+
+Whoever is not at turn is stopped (SIGSTOP), with everything that belongs to it: agents,
+orchestrator, preload servers and standby run in Keepstep's blocks only. A round's two blocks per
+arm are summed; the figure is the ratio of the sums over all rounds. The run is invalid (exit 2)
+when the control is off by more than 0.5%, or when Keepstep saw an incident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import figures, record, rig
+from keepstep.cli.cluster import ORCHESTRATOR, LocalCluster, NodePlan
+from keepstep.errors import Permanent
+
+UPPER_MAX = 1.01
+CONTROL_OFF_MAX = 0.005
+STEPS_MIN = 3000
+BLOCK_SECONDS = 1.1
+"""Keepstep stands still for two blocks in a row. Its agents leave an orchestrator that is silent
+for 3 s, and a reconnect after each round would be the method's cost, not Keepstep's."""
+LEAD_STEPS = 2
+WARM_STEPS = 20
+REPLY_SECONDS_MAX = 600.0
+WORKER = Path(__file__).parent / "overhead_worker.py"
+
+
+@dataclass
+class Arm:
+    """One job: how to reach its ranks, and which processes belong to it."""
+
+    name: str
+    connections: list[socket.socket]
+    processes: Callable[[], list[int]]
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+
+    def freeze(self) -> None:
+        # Looked up once per turn of the whole cluster only: a look through /proc costs time.
+        self.pids = self.pids or self.processes()
+        _signal_all(self.pids, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        _signal_all(self.pids, signal.SIGCONT)
+
+    def run(self, steps: int, lead: int = LEAD_STEPS) -> float:
+        """One block, from thaw to freeze; its seconds, without the hand-over."""
+        self.thaw()
+        for connection in self.connections:
+            connection.sendall(json.dumps({"lead": lead, "steps": steps}).encode() + b"\n")
+        stamps = [_read_line(connection)["stamps"] for connection in self.connections]
+        self.freeze()
+        # From the moment the last rank began to the moment the last one was through.
+        seconds = float(max(s[-1] for s in stamps) - max(s[0] for s in stamps)) / 1e9
+        first = stamps[0]
+        micros = [(b - a) // 1000 for a, b in itertools.pairwise(first)]
+        self.blocks.append({"seconds": seconds, "rank0_step_us": micros})
+        return seconds
+
+
+def main() -> int:
+    args = options()
+    worlds = [int(text) for text in args.ranks.split(",")]
+    print(f"seed {args.seed}; machine {record.machine()}")
+    results = {str(world): measure(world, args) for world in worlds}
+    path = record.keep(
+        "overhead-quick" if args.quick else "overhead",
+        {"seed": args.seed, "quick": args.quick, "options": vars(args), "runs": results},
+    )
+    print(f"raw results: {path}")
+    return conclude(results, args.quick)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.overhead", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--steps", type=int, default=STEPS_MIN, help="per arm, at least")
+    parser.add_argument("--segments", type=int, default=3, help="fresh starts of all three jobs")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="a try-out; proves nothing")
+    args = parser.parse_args()
+    if args.quick:
+        args.steps, args.segments = min(args.steps, 40), 1
+    return args
+
+
+def measure(world: int, args: argparse.Namespace) -> dict[str, Any]:
+    """All segments of one world size."""
+    rounds: list[dict[str, float]] = []
+    segments = []
+    for number in range(args.segments):
+        segment = run_segment(world, args, first_round=len(rounds))
+        segments.append(segment)
+        rounds += segment["rounds"]
+        so_far = sum(r["keepstep"] for r in rounds) / sum(r["bare"] for r in rounds)
+        step_ms = 1000 * rounds[-1]["bare"] / (2 * segment["block_steps"])
+        print(
+            f"{world} ranks, segment {number + 1}/{args.segments}: {len(rounds)} rounds, "
+            f"bare step {step_ms:.1f} ms, ratio so far {so_far:.4f}",
+            flush=True,
+        )
+    bare = [r["bare"] for r in rounds]
+    overhead = figures.ratio_of_sums([r["keepstep"] for r in rounds], bare, args.seed)
+    control = figures.ratio_of_sums([r["control"] for r in rounds], bare, args.seed)
+    return {
+        "steps_per_arm": sum(2 * s["block_steps"] * len(s["rounds"]) for s in segments),
+        "ratio": [overhead.value, overhead.upper, overhead.low, overhead.high],
+        "control": [control.value, control.upper, control.low, control.high],
+        "alarms": [alarm for s in segments for alarm in s["alarms"]],
+        "segments": segments,
+    }
+
+
+def run_segment(world: int, args: argparse.Namespace, first_round: int) -> dict[str, Any]:
+    """Three fresh jobs, then rounds until this segment's share of steps is done."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(rig.scratch("overhead"))
+        bare = stack.enter_context(bare_arm("bare", world, directory, args))
+        control = stack.enter_context(bare_arm("control", world, directory, args))
+        protected, keeper = stack.enter_context(keepstep_arm(world, directory, args))
+        arms = (bare, protected, control)
+        for arm in arms:
+            arm.run(WARM_STEPS)
+        step_seconds = bare.run(WARM_STEPS) / WARM_STEPS
+        block = max(4, round(BLOCK_SECONDS / step_seconds))
+        wanted = -(-args.steps // (2 * block * args.segments))
+        for arm in arms:
+            arm.blocks.clear()
+        rounds = [one_round(arms, block, first_round + n) for n in range(wanted)]
+        # Before the end, while everything of it still runs: did it take our stops for faults?
+        protected.thaw()
+        alarms = false_alarms(keeper, protected)
+        return {
+            "block_steps": block,
+            "rounds": rounds,
+            "alarms": alarms,
+            "blocks": {arm.name: arm.blocks for arm in arms},
+        }
+
+
+def one_round(arms: Sequence[Arm], block: int, number: int) -> dict[str, float]:
+    """There and back. The two bare jobs change places from round to round."""
+    bare, protected, control = arms
+    outer, inner = (bare, control) if number % 2 == 0 else (control, bare)
+    sums = dict.fromkeys((arm.name for arm in arms), 0.0)
+    for arm in (outer, protected, inner, inner, protected, outer):
+        sums[arm.name] += arm.run(block)
+    return sums
+
+
+def false_alarms(keeper: rig.Rig, arm: Arm) -> list[str]:
+    """What Keepstep made of being stopped and continued hundreds of times: it must be nothing."""
+    job = keeper.job()
+    found = [f"incident {i['id']}: {i['causes']}" for i in keeper.incidents()]
+    if job["generation"] != 1 or job["state"] != "running":
+        found.append(f"the job is {job['state']} in generation {job['generation']}")
+    started = sorted(set(arm.processes()) - set(arm.pids))
+    if started:
+        found.append(f"processes {started} were started on the way")
+    return found
+
+
+# ---------------------------------------------------------------- the arms
+
+
+@contextmanager
+def bare_arm(name: str, world: int, directory: Path, args: argparse.Namespace) -> Iterator[Arm]:
+    """Plain torch.distributed: the same script, and no Keepstep anywhere."""
+    gate = directory / f"{name}.gate"
+    log = directory / f"{name}.log"
+    with listening(gate) as listener:
+        command = (str(WORKER), "--gate", str(gate), "--batch", str(args.batch))
+        processes = rig.bare_world(command, world, log)
+        try:
+            connections = accept_all(listener, world, lambda: _check(processes, log))
+            arm = Arm(name, connections, lambda: [p.pid for p in processes])
+            arm.freeze()
+            yield arm
+        finally:
+            rig.end_all(processes)
+
+
+@contextmanager
+def keepstep_arm(
+    world: int, directory: Path, args: argparse.Namespace
+) -> Iterator[tuple[Arm, rig.Rig]]:
+    """One rank per node, one spare with a warm standby, and the mirror of private state on."""
+    gate = directory / "keepstep.gate"
+    nodes = [NodePlan(name, 1) for name in rig.node_names(world + 1)]
+    arguments = ("--gate", str(gate), "--batch", str(args.batch))
+    spec = rig.spec_of(directory, WORKER, arguments, world=world, spares=1)
+    with listening(gate) as listener, rig.running(spec, nodes, directory) as keeper:
+        connections = accept_all(listener, world, keeper.cluster.supervisor.check)
+        arm = Arm("keepstep", connections, lambda: _everything(keeper.cluster))
+        # RESUME is over only when every rank has finished a step: the gate lets one through.
+        keeper.wait_ready(1, REPLY_SECONDS_MAX)
+        arm.freeze()
+        try:
+            yield arm, keeper
+        finally:
+            arm.thaw()
+
+
+def _everything(cluster: LocalCluster) -> list[int]:
+    """Workers first, so that they wake before those who watch them; the orchestrator last."""
+    pids = [pid for node in cluster.nodes for pid in cluster.processes(node)]
+    agents = {cluster.pid_of(node) for node in cluster.nodes}
+    ordered = sorted(pids, key=lambda pid: (pid in agents, pid))
+    return [*ordered, cluster.pid_of(ORCHESTRATOR)]
+
+
+@contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen(64)
+        yield listener
+
+
+def accept_all(
+    listener: socket.socket, world: int, check: Callable[[], None]
+) -> list[socket.socket]:
+    """The ranks' connections, in the order of ranks."""
+    by_rank: dict[int, socket.socket] = {}
+    listener.settimeout(1.0)
+    waited = 0
+    while len(by_rank) < world:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            check()
+            waited += 1
+            if waited > REPLY_SECONDS_MAX:
+                raise Permanent(f"only {len(by_rank)} of {world} ranks came") from None
+            continue
+        connection.settimeout(REPLY_SECONDS_MAX)
+        by_rank[int(_read_line(connection)["rank"])] = connection
+    return [by_rank[rank] for rank in range(world)]
+
+
+def _check(processes: Sequence[subprocess.Popen[bytes]], log: Path) -> None:
+    if any(process.poll() is not None for process in processes):
+        raise Permanent(f"a bare rank ended early: {log.read_text(errors='replace')[-2000:]}")
+
+
+def _read_line(connection: socket.socket) -> dict[str, Any]:
+    """One JSON line; a rank says no more than one at a time."""
+    data = b""
+    while not data.endswith(b"\n"):
+        piece = connection.recv(1 << 16)
+        if not piece:
+            raise Permanent("a rank left before its block was over; see its log")
+        data += piece
+    plain: dict[str, Any] = json.loads(data)
+    return plain
+
+
+def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def conclude(results: dict[str, Any], quick: bool) -> int:
+    """Print the figure; 0 it holds, 1 it does not, 2 the run says nothing."""
+    code = 0
+    parts = []
+    for world, run in results.items():
+        value, upper, low, high = run["ratio"]
+        control = run["control"][0]
+        print(
+            f"{world} ranks: {run['steps_per_arm']} steps per arm, ratio {value:.4f} "
+            f"[{low:.4f}, {high:.4f}], control {control:.4f}"
+        )
+        for alarm in run["alarms"]:
+            print(f"{world} ranks: FALSE ALARM: {alarm}")
+        invalid = abs(control - 1) > CONTROL_OFF_MAX or bool(run["alarms"])
+        invalid = invalid or (not quick and run["steps_per_arm"] < STEPS_MIN)
+        verdict = "invalid" if invalid else "holds" if upper <= UPPER_MAX else "too slow"
+        code = max(code, {"holds": 0, "too slow": 1, "invalid": 2}[verdict])
+        parts.append(
+            f"{world} ranks {value:.4f}, upper 95% {upper:.4f}, control {control:.4f}: {verdict}"
+        )
+    print(f"overhead (limit {UPPER_MAX}): {'; '.join(parts)}{' (quick)' if quick else ''}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""What every bench keeps: its raw results, with the machine, the versions and the commit.
+
+    path = record.keep("pause", {"seed": 1, "kills": [...]})
+
+One gzip-compressed JSON file per run in bench/results/, named by bench and moment. Numbers in the
+documents are read out of these files, never typed from a terminal.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def keep(bench: str, results: Mapping[str, Any]) -> Path:
+    """Write one run's raw results; returns the file."""
+    now = datetime.now(UTC)
+    whole = {
+        "bench": bench,
+        "at": now.isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        **results,
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{bench}-{now:%Y%m%dT%H%M%SZ}.json.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        json.dump(whole, file, separators=(",", ":"))
+    return path
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on, as far as the machine knows itself."""
+    return {
+        "cpu": _first_field("/proc/cpuinfo", "model name"),
+        "cores": os.cpu_count(),
+        "memory": _first_field("/proc/meminfo", "MemTotal"),
+        "kernel": platform.release(),
+        "load": os.getloadavg(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("torch", "keepstep"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def commit() -> str:
+    """The commit, with `+changes` if the tree differs from it."""
+    head = _git("rev-parse", "HEAD")
+    if not head:
+        return "none"
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return head + ("+changes" if changes else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _first_field(path: str, name: str) -> str:
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        if line.startswith(name):
+            return line.partition(":")[2].strip()
+    return ""

@@ -1,0 +1,1 @@
+"""The agent: one process per node that starts and watches workers. It never imports torch."""

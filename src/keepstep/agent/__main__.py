@@ -1,0 +1,75 @@
+"""`python -m keepstep.agent`: the agent of one node, as a process.
+
+It ends on SIGTERM and SIGINT and leaves its workers training; started again with the same room, it
+adopts them. To end everything that lives in a room, see keepstep.agent.room.clear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+from keepstep.agent import log
+from keepstep.agent.run import AgentConfig, run
+from keepstep.agent.stream import parse_endpoints
+from keepstep.errors import ConfigError
+from keepstep.model import NodeId
+
+
+def main() -> int:
+    log.configure()
+    try:
+        config = parse(sys.argv[1:], dict(os.environ))
+        asyncio.run(_until_told(config))
+    except ConfigError as error:
+        print(f"keepstep agent: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(arguments: list[str], environment: dict[str, str]) -> AgentConfig:
+    """The command line, with the token from the environment where it does not show in `ps`."""
+    parser = argparse.ArgumentParser(prog="python -m keepstep.agent")
+    parser.add_argument("--node", required=True, help="this node's name, unique in the cluster")
+    parser.add_argument("--slots", type=int, default=1, help="workers that fit here")
+    parser.add_argument("--orchestrator", required=True, help="http://HOST:PORT[,http://…]")
+    parser.add_argument("--address", default="127.0.0.1", help="where other nodes reach this one")
+    parser.add_argument("--room", type=Path, required=True, help="a directory on tmpfs")
+    parser.add_argument("--token", default=environment.get("KEEPSTEP_TOKEN", ""))
+    parser.add_argument("--labels", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--no-store", action="store_true", help="host no rendezvous store")
+    told = parser.parse_args(arguments)
+    labels = {}
+    for label in ",".join(told.labels).split(",") if told.labels else ():
+        key, equals, value = label.partition("=")
+        if not equals:
+            raise ConfigError(f"--labels {label!r} has no value; write {label}=VALUE")
+        labels[key] = value
+    return AgentConfig(
+        node=NodeId(told.node),
+        slots=told.slots,
+        orchestrators=parse_endpoints(told.orchestrator),
+        address=told.address,
+        room=told.room.absolute(),
+        token=told.token,
+        labels=labels,
+        host_store=not told.no_store,
+    )
+
+
+async def _until_told(config: AgentConfig) -> None:
+    task = asyncio.ensure_future(run(config))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""What a worker finds in its environment: torchrun's variables, and Keepstep's own. Pure.
+
+A script that runs under torchrun runs here unchanged. The store at MASTER_ADDR:MASTER_PORT is
+hosted by the node's store process and never by a rank, hence TORCHELASTIC_USE_AGENT_STORE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.model import Generation, JobSpec, Seat
+from keepstep.wire import Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What is the same for all workers of a job on one node."""
+
+    spec: JobSpec
+    agent_socket: Path
+    job_room: Path
+    log_directory: Path
+    inherited: Mapping[str, str]
+    """The agent's own environment."""
+
+    def rank_log(self, rank: int) -> Path:
+        return self.log_directory / f"rank_{rank}.log"
+
+
+def of_worker(
+    around: Surroundings,
+    seat: Seat,
+    membership: Membership,
+    generation: Generation,
+    *,
+    role: str,
+    resume_from: str = "",
+) -> dict[str, str]:
+    """For a process that has its seat from the start: role worker or joiner."""
+    spec = around.spec
+    group = seat.rank // spec.ranks_per_node
+    store = membership.store
+    return {
+        **_of_any(around, seat.slot),
+        "RANK": str(seat.rank),
+        "LOCAL_RANK": str(seat.slot),
+        "WORLD_SIZE": str(membership.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.ranks_per_node),
+        "GROUP_RANK": str(group),
+        "NODE_RANK": str(group),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        # The same on all ranks of a generation: torch puts it into the rendezvous keys.
+        "TORCHELASTIC_RESTART_COUNT": str(generation),
+        "KEEPSTEP_ROLE": role,
+        "KEEPSTEP_INCARNATION": str(seat.incarnation),
+        "KEEPSTEP_GENERATION": str(generation),
+        "KEEPSTEP_SECRET": membership.secret,
+        "KEEPSTEP_STORE": f"{store.host}:{store.port}",
+        "KEEPSTEP_MIRROR_STRIDE": str(membership.mirror_stride),
+        "KEEPSTEP_RESUME_FROM": resume_from,
+    }
+
+
+def of_standby(around: Surroundings, slot: int) -> dict[str, str]:
+    """For a parked process; the rest of its environment comes with its Assign."""
+    return {
+        **_of_any(around, slot),
+        "WORLD_SIZE": str(around.spec.world_size),
+        "LOCAL_RANK": str(slot),
+        "KEEPSTEP_ROLE": "standby",
+        "KEEPSTEP_INCARNATION": "0",
+        "KEEPSTEP_GENERATION": "0",
+        "KEEPSTEP_RESUME_FROM": "",
+    }
+
+
+def _of_any(around: Surroundings, slot: int) -> dict[str, str]:
+    spec = around.spec
+    # The agent's own settings, its token above all, are not the worker's.
+    inherited = {k: v for k, v in around.inherited.items() if not k.startswith("KEEPSTEP_")}
+    return {
+        "OMP_NUM_THREADS": "1",
+        **inherited,
+        **spec.environment,
+        "LOCAL_WORLD_SIZE": str(spec.ranks_per_node),
+        "TORCHELASTIC_RUN_ID": spec.job,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "KEEPSTEP_SOCKET": str(around.agent_socket),
+        "KEEPSTEP_ROOM": str(around.job_room),
+        "KEEPSTEP_LOG_DIR": str(around.log_directory),
+        "KEEPSTEP_JOB": spec.job,
+        "KEEPSTEP_SLOT": str(slot),
+        "KEEPSTEP_STATE_DIR": spec.state_directory,
+        "KEEPSTEP_LEVEL": str(spec.standby_level),
+    }

@@ -1,0 +1,81 @@
+"""The peer port: private state for a joiner or a writer, out of this node's room.
+
+It serves from shared memory, so it does not need the worker whose state it is. Whoever asks must
+know one of the job's secrets, and a secret is known only to the members of its generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+from collections.abc import Iterable
+
+from keepstep import wire
+from keepstep.agent import log
+from keepstep.agent.room import Room
+from keepstep.errors import WireError
+from keepstep.page import find_entry
+
+IDLE_SECONDS_MAX = 30.0
+PAYLOAD_BYTES_MAX = wire.FRAME_BYTES_MAX // 4 * 3 - 4096
+"""Base64 grows by a third, and the frame has a bound."""
+
+
+class Peer:
+    """A server on the node's own address."""
+
+    def __init__(self, room: Room, address: str) -> None:
+        self._room = room
+        self._address = address
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen, on the port of the agent's earlier life if it is free."""
+        try:
+            self._server = await asyncio.start_server(
+                self._serve, self._address, self._room.peer_port
+            )
+        except OSError as error:
+            if self._room.peer_port == 0:
+                raise
+            log.warning("peer.port_taken", port=self._room.peer_port, why=error)
+            self._server = await asyncio.start_server(self._serve, self._address, 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._room.peer_port = self.port
+        self._room.save()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                message = await asyncio.wait_for(wire.read(reader), IDLE_SECONDS_MAX)
+                writer.write(wire.encode(self._answer(message)))
+                await asyncio.wait_for(writer.drain(), IDLE_SECONDS_MAX)
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            pass
+        except WireError as error:
+            log.warning("peer.refused", why=error)
+        finally:
+            writer.close()
+
+    def _answer(self, message: wire.Message) -> wire.Entry | wire.Refused:
+        if not isinstance(message, wire.FetchEntry):
+            return wire.Refused(f"the peer port does not serve {type(message).__name__}")
+        job = self._room.jobs.get(message.job)
+        if job is None or not _knows(message.secret, job.secrets):
+            log.warning("peer.refused", job=message.job, rank=message.rank, why="unknown secret")
+            return wire.Entry(found=False, why="this node does not know that secret")
+        payload = find_entry(self._room.job_room(message.job), message.rank, message.boundary)
+        if payload is None:
+            why = f"no entry of rank {message.rank} for boundary {message.boundary}"
+            return wire.Entry(found=False, why=why)
+        if len(payload) > PAYLOAD_BYTES_MAX:
+            return wire.Entry(found=False, why=f"{len(payload)} bytes do not fit one frame")
+        return wire.Entry(found=True, payload=base64.b64encode(payload).decode())
+
+
+def _knows(secret: str, known: Iterable[str]) -> bool:
+    # Every comparison is made, so that time tells nothing.
+    found = [hmac.compare_digest(secret.encode(), one.encode()) for one in known if one]
+    return any(found)

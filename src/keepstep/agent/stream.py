@@ -1,0 +1,151 @@
+"""The agent's one stream to the orchestrator, and the way back when it breaks.
+
+    POST /v1/agent, Upgrade: keepstep-stream  ->  101  ->  frames both ways
+
+Training does not need it: while there is no stream, workers train on and deaths are kept. A silent
+orchestrator (no message for three seconds) is left, and the next endpoint tried, for ever, with a
+pause that grows from 50 ms to 2 s. Nothing is queued here: at each connect the agent tells again
+all that stands, so a message lost in a broken stream is no loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+from keepstep import wire
+from keepstep.agent import log
+from keepstep.errors import ConfigError, Permanent, Unreachable, WireError
+from keepstep.model import Endpoint
+
+SILENT_SECONDS_MAX = 3.0
+BACKOFF_SECONDS_MIN = 0.05
+BACKOFF_SECONDS_MAX = 2.0
+BUFFER_BYTES_MAX = 32 * 1024 * 1024
+_HEAD_BYTES_MAX = 16384
+
+
+def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
+    """`http://host:port`, several separated by commas."""
+    found = []
+    for part in text.split(","):
+        url = urlsplit(part.strip())
+        if url.scheme != "http" or not url.hostname or not url.port:
+            raise ConfigError(f"{part.strip()!r} is no orchestrator; write http://HOST:PORT")
+        found.append(Endpoint(url.hostname, url.port))
+    return tuple(found)
+
+
+class Stream:
+    """One connection at a time, to whichever endpoint answers."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        token: str,
+        greeting: Callable[[], list[wire.Message]],
+        on_message: Callable[[wire.Message], None],
+    ) -> None:
+        assert endpoints, "an agent needs at least one endpoint"
+        self._endpoints = tuple(endpoints)
+        self._token = token
+        self._greeting = greeting
+        self._on_message = on_message
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._writer is not None
+
+    def send(self, message: wire.Message) -> bool:
+        """Send now or not at all; what matters is told again at the next connect."""
+        writer = self._writer
+        if writer is None or writer.is_closing():
+            return False
+        writer.write(wire.encode(message))
+        if writer.transport.get_write_buffer_size() > BUFFER_BYTES_MAX:
+            log.warning("stream.clogged")
+            writer.transport.abort()
+        return True
+
+    def drop(self) -> None:
+        """Leave this orchestrator and look for another."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+    async def run(self) -> None:
+        """Connect, talk, and connect again, for ever."""
+        failures = 0
+        while True:
+            endpoint = self._endpoints[failures % len(self._endpoints)]
+            began = asyncio.get_running_loop().time()
+            try:
+                await self._talk(endpoint)
+            except (OSError, asyncio.IncompleteReadError, TimeoutError, Unreachable) as error:
+                why = str(error) or type(error).__name__
+                log.warning("stream.lost", host=endpoint.host, port=endpoint.port, why=why)
+            except Permanent as error:
+                log.error("stream.refused", host=endpoint.host, port=endpoint.port, why=error)
+            # A stream that held for a while was a good one: begin the count anew.
+            lasted = asyncio.get_running_loop().time() - began
+            failures = 1 if lasted > SILENT_SECONDS_MAX else failures + 1
+            await asyncio.sleep(backoff(failures, len(self._endpoints), random.random()))
+
+    async def _talk(self, endpoint: Endpoint) -> None:
+        reader, writer = await asyncio.wait_for(
+            asyncio.open_connection(endpoint.host, endpoint.port), SILENT_SECONDS_MAX
+        )
+        try:
+            _notice_silence(writer)
+            await asyncio.wait_for(self._upgrade(endpoint, reader, writer), SILENT_SECONDS_MAX)
+            for message in self._greeting():
+                writer.write(wire.encode(message))
+            self._writer = writer
+            log.info("stream.connected", host=endpoint.host, port=endpoint.port)
+            while True:
+                self._on_message(await asyncio.wait_for(wire.read(reader), SILENT_SECONDS_MAX))
+        finally:
+            self._writer = None
+            writer.transport.abort()
+
+    async def _upgrade(
+        self, endpoint: Endpoint, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        writer.write(
+            (
+                "POST /v1/agent HTTP/1.1\r\n"
+                f"Host: {endpoint.host}:{endpoint.port}\r\n"
+                f"Authorization: Bearer {self._token}\r\n"
+                "Connection: Upgrade\r\n"
+                "Upgrade: keepstep-stream\r\n"
+                "Content-Length: 0\r\n\r\n"
+            ).encode()
+        )
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            raise WireError(f"an answer with more than {_HEAD_BYTES_MAX} bytes of head") from None
+        status = head.split(b"\r\n", 1)[0].decode(errors="replace").split(" ", 2)
+        if len(status) < 2 or status[1] != "101":
+            raise Unreachable(f"the orchestrator answered {' '.join(status[1:])!r}")
+
+
+def backoff(failures: int, endpoints: int, chance: float) -> float:
+    """Seconds to wait before the next try: doubles with each round over all endpoints."""
+    round_ = max(0, (failures - 1) // endpoints)
+    longest = min(BACKOFF_SECONDS_MAX, BACKOFF_SECONDS_MIN * 2.0 ** min(round_, 16))
+    # Jitter: thousands of agents must not come back in the same millisecond.
+    return float(longest * (0.5 + 0.5 * chance))
+
+
+def _notice_silence(writer: asyncio.StreamWriter) -> None:
+    peer = writer.get_extra_info("socket")
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_SECONDS_MAX * 1000))
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

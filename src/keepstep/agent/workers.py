@@ -1,0 +1,344 @@
+"""Worker processes on slots: start them, watch them, end them, and adopt them after a restart.
+
+A worker is a grandchild: the preload server forks and reaps it, the agent watches it through a
+pidfd, which is readable the moment the process has ended. What is reported about a death is
+decided by three witnesses, in this order: the worker's last words (a traceback, a good end), the
+exit status from the preload server, and the pidfd alone.
+
+Every record is in the room before its news leaves the node, so that an agent that dies at any
+point finds its workers again. No process is signalled unless pid and start time both fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from keepstep import wire
+from keepstep.agent import environment, log
+from keepstep.agent.forks import Forks
+from keepstep.agent.preload import Exited, Fork
+from keepstep.agent.room import ENDINGS_MAX, Room, WorkerRecord, kill_group
+from keepstep.detect import process
+from keepstep.errors import Permanent, WireError
+from keepstep.model import Generation, JobId, JobSpec, NodeId, Seat, Sign
+from keepstep.page import Page, page_path
+
+STATUS_SECONDS_MAX = 0.05
+"""How long a death waits for its exit status; the news must be out within 100 ms."""
+ADOPTED_STATUS_SECONDS_MAX = 1.0
+"""The same for a worker that died while no agent was there."""
+UNKNOWN_EXIT_CODE = -9
+"""When nobody could reap the process. Gone without a word is what SIGKILL looks like."""
+ENTRY = "keepstep.training.entry:main"
+
+
+class Worker:
+    """A living process and what is known about it."""
+
+    def __init__(self, record: WorkerRecord) -> None:
+        self.record = record
+        self.pidfd = -1
+        self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.gone = asyncio.Event()
+        """Set once the death is recorded and reported."""
+        self.words: wire.WorkerEnding | None = None
+        self.page: Page | None = None
+        self.status_seconds_max = STATUS_SECONDS_MAX
+
+    @property
+    def is_alive(self) -> bool:
+        return self.pidfd >= 0
+
+    @property
+    def is_standby(self) -> bool:
+        return self.record.rank < 0
+
+
+class Workers:
+    """Everything that runs on this node's slots."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        room: Room,
+        on_end: Callable[[Worker, wire.Observed], None],
+    ) -> None:
+        self.node = node
+        self._room = room
+        self._on_end = on_end
+        self._living: dict[int, Worker] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._exits: dict[tuple[int, int], int] = {}
+        """Statuses of processes whose record is not made yet, or that are adopted later."""
+
+    # ------------------------------------------------------------ who is there
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._living.values()))
+
+    def of_job(self, job: JobId) -> list[Worker]:
+        return [w for w in self if w.record.job == job]
+
+    def seated(self, job: JobId) -> list[Worker]:
+        return [w for w in self if w.record.job == job and not w.is_standby]
+
+    def on_slot(self, slot: int) -> list[Worker]:
+        return [w for w in self if w.record.slot == slot]
+
+    def on_seat(self, job: JobId, rank: int, incarnation: int) -> Worker | None:
+        for worker in self.seated(job):
+            if (worker.record.rank, worker.record.incarnation) == (rank, incarnation):
+                return worker
+        return None
+
+    def by_pid(self, pid: int) -> Worker | None:
+        return self._living.get(pid)
+
+    # ------------------------------------------------------------ starting
+
+    async def start_worker(
+        self, forks: Forks, around: environment.Surroundings, seat: Seat, start: wire.Order
+    ) -> Worker:
+        """Fork the worker of a seat, for StartWorkers or, as a joiner, for Assign."""
+        action = start.action
+        assert isinstance(action, wire.StartWorkers | wire.Assign)
+        joiner = isinstance(action, wire.Assign)
+        surrounded = environment.of_worker(
+            around,
+            seat,
+            action.membership,
+            start.generation,
+            role="joiner" if joiner else "worker",
+            resume_from="" if isinstance(action, wire.Assign) else action.resume_from,
+        )
+        path = around.rank_log(seat.rank)
+        key = f"{start.job}/rank{seat.rank}/{seat.incarnation}"
+        record = WorkerRecord(
+            job=start.job,
+            slot=seat.slot,
+            pid=0,
+            start=0,
+            rank=seat.rank,
+            incarnation=seat.incarnation,
+            generation=start.generation,
+            log=str(path),
+        )
+        self._room.ending_path(record).unlink(missing_ok=True)
+        return await self._fork(forks, _fork_request(around, key, surrounded, path), record)
+
+    async def start_standby(
+        self, forks: Forks, around: environment.Surroundings, slot: int, name: str
+    ) -> Worker:
+        """Fork a standby; it says itself when it is warm. `name` differs with each order."""
+        spec = around.spec
+        path = around.log_directory / f"standby_{self.node}_{slot}.log"
+        record = WorkerRecord(
+            job=spec.job, slot=slot, pid=0, start=0, level=spec.standby_level, log=str(path)
+        )
+        self._room.ending_path(record).unlink(missing_ok=True)
+        key = f"{spec.job}/standby{slot}/{name}"
+        request = _fork_request(around, key, environment.of_standby(around, slot), path)
+        return await self._fork(forks, request, record)
+
+    async def _fork(self, forks: Forks, request: Fork, record: WorkerRecord) -> Worker:
+        named = await forks.fork(request)
+        log.info(
+            "worker.started", job=record.job, rank=record.rank, slot=record.slot, pid=named.pid
+        )
+        return self.watch(replace(record, pid=named.pid, start=named.start))
+
+    # ------------------------------------------------------------ watching
+
+    def adopt(self) -> None:
+        """After a restart: watch what lives, report what died meanwhile."""
+        for record in list(self._room.workers.values()):
+            log.info("worker.adopted", job=record.job, rank=record.rank, pid=record.pid)
+            # Who died unseen is in no hurry: the preload server may still have to be reached.
+            self.watch(record).status_seconds_max = ADOPTED_STATUS_SECONDS_MAX
+
+    def watch(self, record: WorkerRecord) -> Worker:
+        """Record a process and hear of its end."""
+        worker = Worker(record)
+        self._living[record.pid] = worker
+        self._room.workers[record.pid] = record
+        self._room.save()
+        if (code := self._exits.pop((record.pid, record.start), None)) is not None:
+            worker.exit_code.set_result(code)
+        try:
+            worker.pidfd = os.pidfd_open(record.pid)
+        except OSError:
+            self._died(worker)
+            return worker
+        # Checked after the open: now the descriptor cannot name a later process of the same pid.
+        if process.life(record.pid, record.start) is process.Life.GONE:
+            os.close(worker.pidfd)
+            worker.pidfd = -1
+            self._died(worker)
+            return worker
+        loop = asyncio.get_running_loop()
+        loop.add_reader(worker.pidfd, self._died, worker)
+        return worker
+
+    def update(self, worker: Worker, record: WorkerRecord) -> None:
+        """A standby became ready, or took a seat."""
+        worker.record = record
+        if record.pid in self._room.workers:
+            self._room.workers[record.pid] = record
+            self._room.save()
+
+    def heard_exit(self, exited: Exited) -> None:
+        """The preload server reaped a process."""
+        worker = self._living.get(exited.pid)
+        if worker is None or worker.record.start != exited.start:
+            self._exits[exited.pid, exited.start] = exited.code
+            while len(self._exits) > ENDINGS_MAX:
+                del self._exits[next(iter(self._exits))]
+        elif not worker.exit_code.done():
+            worker.exit_code.set_result(exited.code)
+
+    def _died(self, worker: Worker) -> None:
+        if worker.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(worker.pidfd)
+            os.close(worker.pidfd)
+            worker.pidfd = -1
+        # The rank's loader workers hold copies of its sockets: peers must see them closed now.
+        # As long as one of them lives the kernel gives the pid to nobody else; if somebody else
+        # has it, the group is not ours.
+        reading = process.probe(worker.record.pid)
+        if reading is None or reading.start == worker.record.start:
+            with contextlib.suppress(OSError):
+                os.killpg(worker.record.pid, signal.SIGKILL)
+        task = asyncio.get_running_loop().create_task(self._conclude(worker))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _conclude(self, worker: Worker) -> None:
+        """Collect the witnesses and report the death."""
+        record = worker.record
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(worker.exit_code), worker.status_seconds_max)
+        code = worker.exit_code.result() if worker.exit_code.done() else UNKNOWN_EXIT_CODE
+        words = worker.words or _last_words(self._room.ending_path(record))
+        step, generation = _last_progress(self._room.job_room(record.job), record)
+        observed = wire.Observed(
+            node=self.node,
+            job=record.job,
+            sign=words.sign if words else Sign.EXIT,
+            rank=record.rank,
+            incarnation=record.incarnation,
+            generation=generation,
+            step=max(step, words.step) if words else step,
+            exit_code=code if worker.exit_code.done() or words is None else _code_of(words),
+            detail=words.detail if words else _how(code, known=worker.exit_code.done()),
+        )
+        self._living.pop(record.pid, None)
+        self._room.workers.pop(record.pid, None)
+        job = self._room.jobs.get(record.job)
+        if job is not None and record.rank >= 0:
+            endings = (*job.endings, observed)[-ENDINGS_MAX:]
+            self._room.jobs[record.job] = replace(job, endings=endings)
+        self._room.save()
+        if worker.page is not None:
+            worker.page.close()
+        log.info("worker.ended", job=record.job, rank=record.rank, sign=observed.sign, code=code)
+        worker.gone.set()
+        self._on_end(worker, observed)
+
+    # ------------------------------------------------------------ ending
+
+    def kill(self, worker: Worker) -> None:
+        """SIGKILL, which a stopped process cannot put off."""
+        kill_group(worker.record.pid, worker.record.start, signal.SIGKILL)
+
+    async def fence(self, worker: Worker) -> None:
+        """Kill and wait until the process is gone and its death is reported."""
+        self.kill(worker)
+        await worker.gone.wait()
+
+    async def end(self, worker: Worker, grace_seconds: float, *, ask: bool) -> None:
+        """Let a worker leave by itself, asked by SIGTERM or not, and kill it when time is up."""
+        record = worker.record
+        if ask and process.life(record.pid, record.start) is not process.Life.GONE:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.pid, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(worker.gone.wait(), grace_seconds)
+        except TimeoutError:
+            await self.fence(worker)
+
+
+def surroundings(room: Room, spec: JobSpec) -> environment.Surroundings:
+    """What the workers of this job find around them on this node."""
+    base = Path(spec.log_directory).absolute() if spec.log_directory else room.directory / "logs"
+    return environment.Surroundings(
+        spec=spec,
+        agent_socket=room.agent_socket,
+        job_room=room.job_room(spec.job),
+        log_directory=base / spec.job,
+        inherited=os.environ,
+    )
+
+
+def _fork_request(
+    around: environment.Surroundings, key: str, surrounded: dict[str, str], path: Path
+) -> Fork:
+    spec = around.spec
+    target = ("-m", spec.script) if spec.module else (spec.script,)
+    return Fork(
+        key=key,
+        entry=ENTRY,
+        arguments=(*target, *spec.arguments),
+        environment=surrounded,
+        directory=str(Path(spec.directory).absolute()),
+        log=str(path),
+        preload=spec.preload,
+    )
+
+
+def _last_words(path: Path) -> wire.WorkerEnding | None:
+    try:
+        words = wire.decode(path.read_bytes())
+    except (OSError, WireError):
+        return None
+    return words if isinstance(words, wire.WorkerEnding) else None
+
+
+def _last_progress(job_room: Path, record: WorkerRecord) -> tuple[int, Generation]:
+    """Where the page stands: shared memory tells it after the process is gone."""
+    page = open_page(job_room, record.rank, record.incarnation)
+    if page is None:
+        return -1, record.generation
+    progress = page.read()
+    page.close()
+    return progress.step, Generation(max(progress.generation, record.generation))
+
+
+def open_page(job_room: Path, rank: int, incarnation: int) -> Page | None:
+    """A worker's page, if it has made one and it is whole."""
+    try:
+        page = Page(page_path(job_room, rank, incarnation))
+        page.read()
+    except (OSError, ValueError, Permanent):
+        return None
+    return page
+
+
+def _how(code: int, *, known: bool) -> str:
+    if not known:
+        return "gone; nobody could reap it"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"ended by signal {-code}"
+
+
+def _code_of(words: wire.WorkerEnding) -> int:
+    return 0 if words.sign is Sign.FINISHED else 1

@@ -1,0 +1,497 @@
+"""A campaign: one real job, fault after fault, and the proof that none of them changed anything.
+
+    wait until the job runs steadily and enough spares are ready
+    -> strike -> wait for what becomes of it -> record -> next
+    at the end: a fault-free run without Keepstep, compared bit for bit, and the step log checked
+
+A fault counts as expected only if its outcome is the one in the catalogue and its after-effects
+are right: a fenced worker is dead and published nothing, the user's traceback is in the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from keepstep import sabotage
+from keepstep.chaos import network as networks
+from keepstep.chaos import proof, report
+from keepstep.chaos.faults import (
+    TELLING,
+    Cell,
+    Fault,
+    Mix,
+    Outcome,
+    choose_cells,
+    schedule,
+)
+from keepstep.chaos.inject import Injector, Missed, Strike
+from keepstep.chaos.network import Network
+from keepstep.chaos.sight import Sight
+from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan
+from keepstep.errors import ConfigError, KeepstepError, Permanent
+from keepstep.model import JobId, JobSpec, Policy
+
+JOB = JobId("chaos")
+STEADY_SECONDS_MAX = 120.0
+OUTCOME_SECONDS_MAX = 90.0
+UNTOUCHED_SECONDS = 2.5
+"""How long a job must go on as if nothing had happened. A false alarm would come in this time."""
+UNTOUCHED_STEPS = 15
+STEADY_STEPS = 3
+STACKS_SECONDS = 10.0
+"""A recovery that takes this long is worth a look at where its ranks stand."""
+REFUSAL_SECONDS_MAX = 20.0
+HOLD_SECONDS_MAX = 40.0
+"""Longer than a node takes to come back on a loaded machine, short enough to wait for its end."""
+FINISH_STEPS_AHEAD = 60
+FINISH_SECONDS_MAX = 180.0
+STEP_SECONDS = 0.03
+SAVE_EVERY = {Mix.FALLBACK: 40, Mix.USER: 40}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was asked for on the command line."""
+
+    world: int = 4
+    nodes: int = 4
+    spares: int = 2
+    faults: int = 20
+    seed: int = 1
+    mix: Mix = Mix.UNPLANNED
+    kinds: tuple[str, ...] = ()
+    sabotage: str = ""
+    out: Path | None = None
+    run_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.world < 2 or self.nodes < 1 or self.world % self.nodes:
+            raise ConfigError("--world must be at least 2 and a multiple of --nodes")
+        if self.spares < 2:
+            raise ConfigError("--spares must be at least 2: some faults take two ranks")
+        if self.faults < 1:
+            raise ConfigError("--faults must be at least 1")
+        if self.sabotage and self.sabotage not in sabotage.NAMES:
+            raise ConfigError(f"--sabotage knows: {', '.join(sabotage.NAMES)}")
+
+    @property
+    def slots(self) -> int:
+        return self.world // self.nodes
+
+    @property
+    def nodes_in_all(self) -> int:
+        return self.nodes + -(-self.spares // self.slots)
+
+
+@dataclass(slots=True)
+class Record:
+    """One fault and what became of it."""
+
+    number: int
+    kind: str
+    window: str
+    rank: int
+    step: int
+    expected: str
+    outcome: str = ""
+    as_expected: bool = False
+    phase: str = ""
+    """Where the brain was when it first took notice: the story's first phase."""
+    detect_seconds: float | None = None
+    pause_seconds: float | None = None
+    """From the strike to the first finished step of the new generation."""
+    gap_seconds: float | None = None
+    """The longest silence in the step stream."""
+    parts: dict[str, float] = field(default_factory=dict)
+    incidents: int = 0
+    why: str = ""
+
+
+def run(plan: Plan) -> int:
+    """The whole campaign. Returns the exit code."""
+    use_network = not networks.available()
+    kinds = plan.kinds or TELLING.get(plan.sabotage, ())
+    cells = choose_cells(plan.mix, kinds, network=use_network)
+    faults = schedule(cells, plan.faults, plan.seed, plan.world)
+    report.say(f"seed {plan.seed}: {plan.faults} faults from {len(cells)} cells, mix {plan.mix}")
+    if not use_network:
+        report.say(f"silent kinds are left out: {networks.available()}")
+    run_dir = plan.run_dir or Path(tempfile.mkdtemp(prefix="keepstep-chaos-"))
+    with _until_told_to_leave(), contextlib.ExitStack() as stack:
+        network = stack.enter_context(Network()) if use_network else None
+        campaign = Campaign(plan, run_dir, network)
+        stack.callback(campaign.close)
+        verdict = campaign.run(faults)
+    result = report.whole(plan, cells, campaign.records, verdict, run_dir)
+    if plan.out is not None:
+        report.write(plan.out, result)
+        report.say(f"raw result: {plan.out}")
+    report.say(report.matrix_text(cells, [faults[r.number].cell for r in campaign.records]))
+    good = verdict.good and all(record.as_expected for record in campaign.records)
+    if not good:
+        report.say(f"logs and journal are kept in {run_dir}")
+    print(report.last_line(campaign.records, verdict), flush=True)
+    return 0 if good and len(campaign.records) == plan.faults else 1
+
+
+@contextlib.contextmanager
+def _until_told_to_leave() -> Iterator[None]:
+    """SIGTERM ends the campaign through its finally clauses: nothing is left behind."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Campaign:
+    """One cluster, one job, many faults."""
+
+    def __init__(self, plan: Plan, run_dir: Path, network: Network | None) -> None:
+        self.plan = plan
+        self.run_dir = run_dir
+        self.records: list[Record] = []
+        self._network = network
+        self._failpoints = run_dir / "failpoints"
+        self._failpoints.mkdir(parents=True, exist_ok=True)
+        self._made = 0
+        nodes = [self._new_node() for _ in range(plan.nodes_in_all)]
+        listen = f"{networks.HUB_ADDRESS}:0" if network else "127.0.0.1:0"
+        cluster_plan = ClusterPlan(listen=listen, environment=self._environment())
+        self._cluster = LocalCluster(run_dir, nodes, cluster_plan)
+        self._sight = Sight(self._cluster, JOB)
+        self._injector = Injector(self._cluster, network, self._failpoints, self._sight)
+        self._tainted: set[str] = set()
+
+    def close(self) -> None:
+        self._sight.close()
+        self._cluster.stop()
+
+    def _new_node(self) -> NodePlan:
+        name = f"n{self._made}"
+        self._made += 1
+        if self._network is None:
+            return NodePlan(name, self.plan.slots)
+        address = self._network.join(name)
+        # As on any machine whose own name does not lead to the network between the nodes.
+        own = {"GLOO_SOCKET_IFNAME": networks.INTERFACE}
+        return NodePlan(name, self.plan.slots, address, self._network.prefix(name), own)
+
+    def _environment(self) -> dict[str, str]:
+        found = {"KEEPSTEP_FAILPOINTS": str(self._failpoints)}
+        if self.plan.sabotage:
+            found["KEEPSTEP_SABOTAGE"] = self.plan.sabotage
+        return found
+
+    # ------------------------------------------------------------ the job
+
+    def _arguments(self) -> list[str]:
+        save_every = SAVE_EVERY.get(self.plan.mix, 0)
+        return ["--steps", "10000000", "--save-every", str(save_every)]
+
+    def _spec(self) -> JobSpec:
+        hold = HOLD_SECONDS_MAX if self.plan.mix is Mix.HOLD else 600.0
+        return JobSpec(
+            job=JOB,
+            script=str(proof.WORKLOAD),
+            arguments=(
+                *self._arguments(),
+                *("--step-seconds", str(STEP_SECONDS)),
+                *("--finish-file", str(self.run_dir / "finish")),
+                *("--result", str(self.run_dir / "result")),
+            ),
+            nodes=self.plan.nodes,
+            ranks_per_node=self.plan.slots,
+            spares=self.plan.spares,
+            standby_level=2,
+            environment=self._environment(),
+            directory=str(self.run_dir),
+            log_directory=str(self.run_dir / "logs"),
+            state_directory=str(self.run_dir / "state"),
+            tee=False,
+            policy=Policy(hold_seconds_max=hold),
+        )
+
+    def run(self, faults: tuple[Fault, ...]) -> report.Verdict:
+        """Strike them all, end the job, prove it."""
+        self._cluster.start()
+        self._cluster.wait_nodes()
+        self._cluster.client.submit(self._spec())
+        trouble = ""
+        try:
+            for fault in faults:
+                # Harsh faults need everybody back, the others only as many spares as they use up.
+                whole = fault.cell.mix is not Mix.UNPLANNED
+                self._steady(self.plan.spares if whole else fault.cell.spares, whole=whole)
+                self._one(fault, len(faults))
+            self._steady(0, whole=False)
+            steps = self._finish()
+        except KeepstepError as error:
+            trouble, steps = str(error), self._sight.steps.newest.finished
+            report.say(f"the campaign ends here: {error}")
+        self._sight.close()
+        self._cluster.stop()
+        return self._prove(steps, trouble)
+
+    def _steady(self, spares: int, *, whole: bool) -> None:
+        """Until the job trains and so many spares are ready; with `whole`, until all are back."""
+        deadline = time.monotonic() + STEADY_SECONDS_MAX
+        since = (-1, 0)
+        job: dict[str, Any] | None = None
+        while time.monotonic() < deadline:
+            self._tend()
+            job = self._sight.job()
+            newest = self._sight.steps.newest
+            if job is not None and job["over"]:
+                raise Permanent(
+                    f"the job is {job['state']} before its time: {job['detail'][-300:]}"
+                )
+            if job is None or job["state"] != "running" or job["incident"]:
+                since = (-1, 0)
+            elif job["generation"] != since[0]:
+                since = (job["generation"], newest.finished)
+            ready = job is not None and job["spares"]["ready"] >= spares
+            moving = since[0] >= 0 and newest.finished >= since[1] + STEADY_STEPS
+            if ready and moving and not (whole and self._injector.away):
+                return
+            time.sleep(0.02)
+        state = job and {k: job[k] for k in ("state", "generation", "migration", "spares")}
+        raise Permanent(f"not steady after {len(self.records)} faults: {state}")
+
+    def _tend(self) -> None:
+        """Bring nodes back; take a tainted one out once nobody sits there."""
+        self._cluster.supervisor.check()
+        self._injector.tend()
+        if not self._tainted:
+            return
+        job = self._sight.job()
+        if job is None or job["state"] != "running":
+            return
+        seated = {str(seat["node"]) for seat in job["seats"]}
+        for node in sorted(self._tainted - seated):
+            self._tainted.discard(node)
+            self._cluster.lose_node(node)
+            del self._cluster.nodes[node]
+
+    # ------------------------------------------------------------ one fault
+
+    def _one(self, fault: Fault, count: int) -> None:
+        cell = fault.cell
+        report.progress(fault.number, count, cell.name)
+        before = self._sight.job_now()
+        record = Record(
+            fault.number,
+            cell.kind,
+            cell.window,
+            fault.rank,
+            self._sight.steps.newest.finished,
+            cell.expected.value,
+        )
+        self.records.append(record)
+        try:
+            strike = self._injector.strike(fault)
+        except Missed as error:
+            record.outcome, record.why = Outcome.STUCK.value, str(error)
+            self._injector.release()
+            report.one_line(record, count)
+            return
+        outcome, after = self._await_outcome(fault, strike, before)
+        record.outcome = outcome.value
+        self._measure(record, strike, before, after)
+        problem = self._after_effects(strike, outcome, before, after)
+        record.as_expected = outcome is cell.expected and not problem
+        record.why = problem or record.why
+        report.one_line(record, count)
+
+    def _await_outcome(
+        self, fault: Fault, strike: Strike, before: dict[str, Any]
+    ) -> tuple[Outcome, dict[str, Any]]:
+        deadline = time.monotonic() + OUTCOME_SECONDS_MAX
+        start = self._sight.steps.newest.finished
+        job, asked = before, False
+        while time.monotonic() < deadline:
+            self._tend()
+            job = self._sight.job() or job
+            if not asked and time.monotonic() - strike.at > STACKS_SECONDS:
+                asked = self._ask_for_stacks(job)
+            seen = self._judge(fault.cell, job, before, strike.at, start)
+            if seen is not None:
+                return seen, job
+            time.sleep(0.02)
+        return Outcome.STUCK, job
+
+    def _ask_for_stacks(self, job: dict[str, Any]) -> bool:
+        """Ranks that hold up a recovery write into their logs where they stand."""
+        migration = job["migration"]
+        if not migration or time.time() - migration["phase_at"] < STACKS_SECONDS / 2:
+            return False
+        for seat in job["seats"]:
+            waits = "reported" not in seat["phase"] and seat["phase"] not in ("empty", "joining")
+            for user in self._sight.processes(str(seat["node"])) if waits else ():
+                if user.rank == seat["rank"]:
+                    _signal_quietly(user.pid, signal.SIGUSR1)
+        return True
+
+    def _judge(
+        self, cell: Cell, job: dict[str, Any], before: dict[str, Any], at: float, start: int
+    ) -> Outcome | None:
+        """What became of the job; None while it is not clear yet."""
+        if job["over"]:
+            saved = job["state"] == "saved" and job["exit_code"] == 75
+            return Outcome.SAVED if saved else Outcome.FAILED
+        newest = self._sight.steps.newest
+        if job["generation"] == before["generation"]:
+            quiet = time.monotonic() - at >= UNTOUCHED_SECONDS
+            moved = newest.finished >= start + UNTOUCHED_STEPS
+            waits = cell.expected is not Outcome.UNTOUCHED
+            return Outcome.UNTOUCHED if quiet and moved and not waits else None
+        if job["state"] != "running" or job["migration"] or job["incident"]:
+            return None
+        if newest.generation < job["generation"]:
+            return None
+        if job["fallbacks"] > before["fallbacks"]:
+            return Outcome.FALLBACK
+        held = any("hold" in incident["seconds"] for incident in self._incidents(before))
+        return Outcome.HELD if held else Outcome.LIVE
+
+    def _incidents(self, before: dict[str, Any]) -> list[dict[str, Any]]:
+        """The job's incidents since then, oldest first."""
+        picture = self._sight.picture() or {"incidents": []}
+        found: list[dict[str, Any]] = [i for i in picture["incidents"] if i["job"] == JOB]
+        return [i for i in found if i["generation"] > before["generation"] or not i["closed_at"]]
+
+    def _measure(
+        self, record: Record, strike: Strike, before: dict[str, Any], after: dict[str, Any]
+    ) -> None:
+        incidents = self._incidents(before)
+        record.incidents = len(incidents)
+        now = time.monotonic()
+        record.gap_seconds = round(self._sight.steps.gap(strike.at, now), 3)
+        if not incidents:
+            return
+        first, last = incidents[0], incidents[-1]
+        struck_at = time.time() - (now - strike.at)
+        record.detect_seconds = round(max(0.0, first["opened_at"] - struck_at), 3)
+        story = last["story"]
+        record.phase = str(story[0][1]) if story else ""
+        record.why = str(story[0][2]) if story else ""
+        for incident in incidents:
+            for phase, seconds in incident["seconds"].items():
+                record.parts[phase] = round(record.parts.get(phase, 0.0) + seconds, 3)
+        finish = self._sight.steps.first_finish(after["generation"] - 1, last["boundary"])
+        if finish is not None and finish >= strike.at:
+            record.pause_seconds = round(finish - strike.at, 3)
+
+    # ------------------------------------------------------------ after-effects
+
+    def _after_effects(
+        self, strike: Strike, outcome: Outcome, before: dict[str, Any], after: dict[str, Any]
+    ) -> str:
+        """What must be true beside the outcome. Returns what is not, or nothing."""
+        self._injector.release()
+        if strike.node and (problem := self._refused(strike)):
+            return problem
+        if strike.tainted:
+            self._tainted.add(strike.tainted)
+            self._cluster.add_node(self._new_node())
+            if not _is_tainted(self._sight.picture() or {}, strike.tainted):
+                return f"{strike.tainted} held corrupt state and is not tainted"
+        if outcome in (Outcome.SAVED, Outcome.FAILED):
+            problem = _user_error(before, after) if outcome is Outcome.FAILED else ""
+            self._injector.quiet()
+            self._rerun()
+            return problem
+        return ""
+
+    def _refused(self, strike: Strike) -> str:
+        """The old worker of a node that is back must end, and must have published nothing."""
+        deadline = time.monotonic() + REFUSAL_SECONDS_MAX
+        (pid,) = strike.pids
+        while time.monotonic() < deadline:
+            self._tend()
+            job = self._sight.job()
+            if job is not None and strike.forbidden:
+                path = str(job["published"]["path"])
+                if path.endswith(strike.forbidden):
+                    return f"a fenced worker published {path}"
+            gone = not _alive(pid)
+            if gone and not self._injector.away and job is not None:
+                return ""
+            time.sleep(0.05)
+        return f"process {pid} of {strike.node} was fenced and still runs"
+
+    def _rerun(self) -> None:
+        """As a scheduler would requeue it: the same job again, on the same state directory."""
+        self._cluster.client.submit(self._spec())
+
+    # ------------------------------------------------------------ the end
+
+    def _finish(self) -> int:
+        self._injector.release()
+        # Far enough ahead for every rank to read it before it gets there.
+        last = self._sight.steps.newest.finished + FINISH_STEPS_AHEAD
+        fresh = self.run_dir / "finish.new"
+        fresh.write_text(str(last))
+        fresh.replace(self.run_dir / "finish")
+        job = self._cluster.wait(JOB, FINISH_SECONDS_MAX)
+        if job["state"] != "finished":
+            raise Permanent(f"the job ended as {job['state']}: {str(job['detail'])[-500:]}")
+        return last
+
+    def _prove(self, steps: int, trouble: str) -> report.Verdict:
+        log = proof.check_step_log(self.run_dir / "state" / "steps.jsonl", steps)
+        if trouble:
+            return report.Verdict(False, log, (trouble,), steps)
+        report.say(f"fault-free run of {steps} steps, without Keepstep …")
+        arguments = ["--steps", str(steps)]
+        seconds = proof.reference_run(
+            self.plan.world, arguments, self.run_dir / "reference", self.run_dir / "logs"
+        )
+        found = proof.compare(self.plan.world, self.run_dir / "result", self.run_dir / "reference")
+        report.say(f"compared with it after {seconds:.0f} s")
+        for difference in found.differences[:10]:
+            report.say(difference)
+        return report.Verdict(found.same, log, found.differences, steps)
+
+
+def _user_error(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """A user's mistake ends with the user's traceback, and costs at most one spare."""
+    if "ValueError" not in str(after["detail"]):
+        return "the job failed without the user's traceback"
+    was, became = (sum(s["incarnation"] for s in job["seats"]) for job in (before, after))
+    return "" if became - was <= 1 else f"{became - was} spares were used"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def _signal_quietly(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _is_tainted(picture: dict[str, Any], node: str) -> bool:
+    uses = picture.get("nodes", {}).get(node, {}).get("uses", ())
+    return any(use["taint"] for use in uses)
+
+
+def as_plain(record: Record) -> dict[str, Any]:
+    return asdict(record)

@@ -1,0 +1,205 @@
+"""The catalogue of faults: which kinds strike in which windows, and what must come of it. Pure.
+
+A cell is one kind in one window, with its expected outcome. `schedule` turns a seed into a list of
+faults: every kind comes before any kind comes twice, then every cell before any cell comes twice,
+so that short campaigns are broad and long ones are complete. The same seed gives the same list.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from keepstep.errors import ConfigError
+
+
+class Outcome(StrEnum):
+    """What became of the job."""
+
+    LIVE = "live"
+    """The ranks moved live, and training went on at the boundary where it stopped."""
+    UNTOUCHED = "untouched"
+    """No migration at all: training did not notice."""
+    HELD = "held"
+    """Survivors held at the boundary, a spare came, and training went on live."""
+    SAVED = "saved"
+    """A just-in-time checkpoint, exit 75; the rerun went on at that boundary."""
+    FALLBACK = "fallback"
+    """A declared restart from an older checkpoint: some state had no home left."""
+    FAILED = "failed"
+    """The job ended with the user's own traceback."""
+    STUCK = "stuck"
+    """Nothing that was expected happened in time. Never expected."""
+
+
+class Mix(StrEnum):
+    """Which part of the catalogue a campaign draws from."""
+
+    UNPLANNED = "unplanned"
+    HOLD = "hold"
+    FALLBACK = "fallback"
+    USER = "user"
+
+
+STEP_WINDOWS = ("forward", "backward", "allreduce", "optimizer", "updated")
+RECOVERY_WINDOWS = ("quiesce", "reform", "transfer", "verify", "resume")
+RANDOM = "random"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One kind of fault in one window."""
+
+    kind: str
+    window: str
+    expected: Outcome = Outcome.LIVE
+    spares: int = 1
+    """Ready standbys that must be there before it may strike."""
+    needs_network: bool = False
+    """Only where nodes are network namespaces."""
+    mix: Mix = Mix.UNPLANNED
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}/{self.window}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One cell, aimed."""
+
+    number: int
+    cell: Cell
+    rank: int
+    other: int
+    """Another rank, for the kinds that strike two."""
+    delay_seconds: float
+    """After the job runs steadily: random moments must not be in step with the campaign."""
+
+
+def _cells(kind: str, windows: Iterable[str], cell: Cell = Cell("", "")) -> list[Cell]:
+    return [
+        Cell(kind, window, cell.expected, cell.spares, cell.needs_network, cell.mix)
+        for window in windows
+    ]
+
+
+_TWO = Cell("", "", spares=2)
+_SILENT = Cell("", "", needs_network=True)
+_QUIET = Cell("", "", Outcome.UNTOUCHED, spares=0)
+_HOLD = Cell("", "", Outcome.HELD, spares=2, mix=Mix.HOLD)
+_SAVE = Cell("", "", Outcome.SAVED, spares=2, mix=Mix.HOLD)
+_LOST = Cell("", "", Outcome.FALLBACK, spares=2, mix=Mix.FALLBACK)
+_BUG = Cell("", "", Outcome.FAILED, spares=1, mix=Mix.USER)
+_ODD = Cell("", "", Outcome.LIVE, spares=1, mix=Mix.USER)
+
+CATALOGUE: tuple[Cell, ...] = (
+    *_cells("sigkill", (*STEP_WINDOWS, RANDOM)),
+    *_cells("sigstop", ("forward", "backward", "allreduce", "optimizer", RANDOM)),
+    *_cells("gil", ("forward", "backward", "optimizer")),
+    *_cells("node_loss", ("forward", "backward", "allreduce", "optimizer", RANDOM)),
+    *_cells("silent_node", ("forward", "backward", RANDOM), _SILENT),
+    # The update is in on one rank, and nobody else can know it.
+    *_cells("silent_after_allreduce", ("optimizer",), _SILENT),
+    *_cells("rank0", ("forward", "backward", "allreduce", "optimizer", RANDOM)),
+    *_cells("rank0_node", ("backward", RANDOM)),
+    *_cells("two_ranks", ("backward", "optimizer", RANDOM), _TWO),
+    *_cells("second_failure", RECOVERY_WINDOWS, _TWO),
+    *_cells("joiner_dies", ("reform", "transfer", "verify", "resume"), _TWO),
+    # Right before it is needed, and while it attaches.
+    *_cells("standby_dies", ("before", "attach"), _TWO),
+    *_cells("orchestrator_killed", ("allocate", "quiesce", "reform", "resume")),
+    *_cells("orchestrator_killed", ("healthy",), _QUIET),
+    *_cells("agent_killed", ("quiesce", "reform")),
+    *_cells("agent_killed", ("healthy",), _QUIET),
+    # The living generation has met already; the brain forms the groups anew all the same.
+    *_cells("store_killed", ("healthy", "reform")),
+    *_cells("preload_killed", ("healthy",), _QUIET),
+    *_cells("returning_fenced", ("save",)),
+    *_cells("corrupt_source", ("updated",)),
+    *_cells("exception", ("forward", "backward")),
+    *_cells("hold", ("no_spare",), _HOLD),
+    *_cells("hold_timeout", ("no_spare",), _SAVE),
+    *_cells("sigterm", ("healthy", "reform"), _SAVE),
+    *_cells("both_homes_lost", (RANDOM, "backward"), _LOST),
+    *_cells("exception_once", ("forward",), _ODD),
+    *_cells("exception_always", ("forward",), _BUG),
+)
+
+TELLING: dict[str, tuple[str, ...]] = {
+    "rng": ("sigkill",),
+    "loader": ("sigkill",),
+    "buffers": ("sigkill", "rank0"),
+    "fence": ("returning_fenced",),
+    "digest": ("corrupt_source",),
+    "reset": ("sigkill", "rank0"),
+}
+"""The kinds that must notice when a protection is switched off."""
+
+
+def choose_cells(mix: Mix, kinds: Sequence[str], *, network: bool) -> tuple[Cell, ...]:
+    """The cells that a campaign draws from. Raises ConfigError, which says the fix."""
+    known = {cell.kind for cell in CATALOGUE if cell.mix is mix}
+    for kind in kinds:
+        if kind not in known:
+            raise ConfigError(
+                f"no fault of --mix {mix} is called {kind!r}; known are: {', '.join(sorted(known))}"
+            )
+    cells = [c for c in CATALOGUE if c.mix is mix and (not kinds or c.kind in kinds)]
+    silent = sorted({cell.kind for cell in cells if cell.needs_network})
+    if silent and kinds and not network:
+        raise ConfigError(
+            f"{', '.join(silent)} need network namespaces: run as root with iproute2, or leave "
+            "these kinds out"
+        )
+    return tuple(cell for cell in cells if network or not cell.needs_network)
+
+
+def schedule(cells: Sequence[Cell], faults: int, seed: int, world: int) -> tuple[Fault, ...]:
+    """The faults of a campaign, in order."""
+    if not cells:
+        raise ConfigError("no kind of fault is left to draw from")
+    chance = random.Random(seed)
+    chosen: list[Cell] = []
+    while len(chosen) < faults:
+        chosen += _one_round(cells, chance)
+    return tuple(_aim(n, cell, seed, world) for n, cell in enumerate(chosen[:faults]))
+
+
+def _one_round(cells: Sequence[Cell], chance: random.Random) -> list[Cell]:
+    """Every cell once; kinds take turns."""
+    decks: dict[str, list[Cell]] = {}
+    for cell in cells:
+        decks.setdefault(cell.kind, []).append(cell)
+    kinds = list(decks)
+    for deck in decks.values():
+        chance.shuffle(deck)
+    order: list[Cell] = []
+    while decks:
+        chance.shuffle(kinds)
+        for kind in kinds:
+            order.append(decks[kind].pop())
+            if not decks[kind]:
+                del decks[kind]
+        kinds = list(decks)
+    return order
+
+
+def _aim(number: int, cell: Cell, seed: int, world: int) -> Fault:
+    # Each fault has its own chance: a longer campaign begins like the shorter one.
+    chance = random.Random(f"{seed}/{number}")
+    rank = 0 if cell.kind.startswith("rank0") else chance.randrange(world)
+    other = (rank + chance.randrange(1, world)) % world if world > 1 else rank
+    return Fault(number, cell, rank, other, round(chance.uniform(0.0, 0.25), 3))
+
+
+def matrix(cells: Iterable[Cell], struck: Iterable[Cell]) -> dict[str, dict[str, int]]:
+    """How often each cell was struck: kind -> window -> count, zeros included."""
+    counts = Counter(cell.name for cell in struck)
+    found: dict[str, dict[str, int]] = {}
+    for cell in cells:
+        found.setdefault(cell.kind, {})[cell.window] = counts[cell.name]
+    return found

@@ -1,0 +1,397 @@
+"""Simulated nodes, agents and workers: a plain model of the worker protocol, for the simulator.
+
+A worker has a boundary, a shared state (one number that all replicas agree on) and private entries
+that live in two nodes' memory. Training is one synchronous collective per step; what it cannot do
+with a dead, stopped or cut-off member is the whole point. Nothing here decides anything: agents
+carry out orders and tell what they see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from keepstep.model import Generation, JobId, JobSpec, NodeId, Phase, Rank, Seat, Sign
+from keepstep.wire import (
+    Assign,
+    DropStandby,
+    Fence,
+    Hello,
+    Message,
+    Observed,
+    Order,
+    PhaseReport,
+    Publish,
+    Published,
+    Quiesce,
+    Reform,
+    Resume,
+    Save,
+    SeatReport,
+    Stalled,
+    StallFact,
+    StandbyFact,
+    StandbyReport,
+    StartStandby,
+    StartWorkers,
+    Stop,
+    WorkerFact,
+)
+
+STALL_SECONDS = 4.0
+RING_ENTRIES = 4
+
+
+class Collectives(Protocol):
+    """What the ranks of a job do together, as far as an agent is concerned."""
+
+    base: int
+
+    def launch(self, worker: Worker) -> None: ...
+    def reform(self, worker: Worker, action: Reform) -> None: ...
+    def die(self, worker: Worker, sign: Sign, exit_code: int, detail: str = "") -> None: ...
+
+
+class World(Protocol):
+    """What the simulated parts need of their world."""
+
+    random: Random
+
+    def now(self) -> float: ...
+    def later(self, seconds: float, act: Callable[[], None]) -> None: ...
+    def say(self, node: NodeId, message: Message) -> None: ...
+    def group(self) -> Collectives: ...
+    def agent(self, node: NodeId) -> Agent | None: ...
+    def agents(self) -> list[Agent]: ...
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One training process."""
+
+    job: JobId
+    seat: Seat
+    generation: Generation
+    mode: str = "starting"
+    """starting | training | broken | quiesced | reforming | ready | finished"""
+    joiner: bool = False
+    alive: bool = True
+    stopped: bool = False
+    boundary: int = -1
+    state: int = 0
+    """The shared state: a function of the boundary, unless something went wrong."""
+    intact: bool = False
+    launched: int = 0
+    moved_at: float = 0.0
+    first_step: int = -1
+    last: PhaseReport | None = None
+    stride: int = 1
+    broken: bool = False
+    """Told so by a collective, not by an order."""
+    lies: bool = False
+    """Sends other bytes than it holds."""
+
+    @property
+    def rank(self) -> Rank:
+        return self.seat.rank
+
+
+@dataclass(slots=True)
+class StandbySlot:
+    job: JobId
+    ready: bool = False
+    serial: int = 0
+
+
+def state_at(boundary: int) -> int:
+    """What every replica must hold at a boundary."""
+    return boundary * 1_000_003 + 17
+
+
+def digest_of(state: int) -> str:
+    return hashlib.sha256(str(state).encode()).hexdigest()[:16]
+
+
+class Agent:
+    """One node: its agent, its memory, its workers. `up` is the machine, `runs` is the agent."""
+
+    def __init__(self, world: World, node: NodeId, slots: int) -> None:
+        self.world = world
+        self.node = node
+        self.slots = slots
+        self.boots = 1
+        self.up = True
+        self.runs = True
+        self.cut = False
+        self.linked = False
+        self.session = 0
+        self.store_port = 1
+        self.term = 0
+        self.generation = 0
+        self.workers: list[Worker] = []
+        self.standbys: dict[int, StandbySlot] = {}
+        self.rings: dict[Rank, dict[int, int]] = {}
+        self.ended: list[Observed] = []
+        self.doomed_standby = False
+
+    # ------------------------------------------------------------ telling
+
+    def hello(self) -> Hello:
+        return Hello(
+            self.node,
+            f"addr-{self.node}",
+            self.slots,
+            peer_port=7000,
+            store_port=self.store_port,
+            boot=f"b{self.boots}",
+            workers=tuple(
+                WorkerFact(w.job, w.rank, w.seat.slot, w.seat.incarnation, w.generation)
+                for w in self.workers
+                if w.alive
+            ),
+            standbys=tuple(
+                StandbyFact(s.job, slot, 1, s.ready) for slot, s in sorted(self.standbys.items())
+            ),
+        )
+
+    def introduce(self) -> None:
+        """Hello, then what may have been lost: how workers ended, and the last reports."""
+        self.tell(self.hello())
+        for observed in self.ended[-20:]:
+            self.tell(observed)
+        for worker in self.workers:
+            if worker.alive and worker.last is not None:
+                self.tell(worker.last)
+            if worker.alive and worker.broken and worker.mode == "broken":
+                self.observe(worker, Sign.BROKEN, detail="still broken")
+
+    def tell(self, message: Message) -> None:
+        if self.up and self.runs and self.linked and not self.cut:
+            self.world.say(self.node, message)
+
+    def report(self, worker: Worker, phase: Phase, problem: str = "") -> None:
+        seat = SeatReport(
+            worker.rank,
+            worker.boundary,
+            worker.intact,
+            digest_of(worker.state) if worker.boundary >= 0 else "",
+            tuple(sorted(self.rings.get(worker.rank, {}))),
+            state_bytes=1000,
+            step=worker.boundary,
+            problem=problem,
+        )
+        report = PhaseReport(self.node, worker.job, worker.generation, phase, (seat,))
+        worker.last = report
+        self.tell(report)
+
+    def observe(self, worker: Worker, sign: Sign, exit_code: int = 0, detail: str = "") -> None:
+        observed = Observed(
+            self.node,
+            worker.job,
+            sign,
+            worker.rank,
+            worker.seat.incarnation,
+            worker.generation,
+            worker.boundary,
+            exit_code,
+            detail,
+        )
+        if sign is not Sign.BROKEN:
+            self.ended.append(observed)
+        self.tell(observed)
+
+    # ------------------------------------------------------------ obeying
+
+    def obey(self, order: Order) -> None:
+        if not (self.up and self.runs) or self.cut or order.term < self.term:
+            return
+        self.term = order.term
+        if order.generation < self.generation and not isinstance(order.action, Fence):
+            return
+        self.generation = max(self.generation, order.generation)
+        match order.action:
+            case StartWorkers(seats=seats, membership=known, resume_from=origin):
+                for seat in seats:
+                    self._start(order, seat, known.mirror_stride, origin)
+            case StartStandby(spec=spec, slot=slot):
+                self._start_standby(spec, slot)
+            case DropStandby(slot=slot):
+                self.standbys.pop(slot, None)
+            case Assign(seat=seat):
+                self._assign(order, seat)
+            case Fence(seats=seats):
+                self._fence(order.job, seats)
+            case Quiesce():
+                for worker in self._of(order.job):
+                    self._quiesce(worker, order.generation)
+            case Reform(membership=known):
+                for worker in self._of(order.job):
+                    worker.stride = known.mirror_stride
+                    if worker.generation == order.generation and worker.mode == "quiesced":
+                        self.world.group().reform(worker, order.action)
+            case Resume():
+                for worker in self._of(order.job):
+                    if worker.generation == order.generation and worker.mode == "ready":
+                        self._resume(worker)
+            case Save():
+                self._save(order, order.action)
+            case Stop():
+                self._stop(order.job)
+
+    def _of(self, job: JobId) -> list[Worker]:
+        return [worker for worker in self.workers if worker.alive and worker.job == job]
+
+    def _known(self, seat: Seat) -> Worker | None:
+        for worker in self.workers:
+            if worker.seat == seat:
+                return worker
+        return None
+
+    def _start(self, order: Order, seat: Seat, stride: int, origin: str) -> None:
+        if self._known(seat) is not None:
+            return
+        worker = Worker(order.job, seat, order.generation, stride=stride)
+        self.workers.append(worker)
+        start = int(origin.rsplit("-", 1)[1]) if origin else 0
+
+        def begin() -> None:
+            if worker.alive and worker.mode == "starting" and self.up:
+                worker.boundary, worker.state, worker.intact = start, state_at(start), True
+                worker.first_step = start
+                self.world.group().base = start
+                worker.mode = "training"
+                self.world.group().launch(worker)
+
+        self.world.later(self.world.random.uniform(0.2, 1.0), begin)
+
+    def _start_standby(self, spec: JobSpec, slot: int) -> None:
+        if slot in self.standbys:
+            if self.standbys[slot].ready:
+                self.tell(StandbyReport(self.node, spec.job, slot, 1, True))
+            return
+        parked = StandbySlot(spec.job)
+        self.standbys[slot] = parked
+
+        def ready() -> None:
+            if self.standbys.get(slot) is parked and self.up:
+                parked.ready = True
+                self.tell(StandbyReport(self.node, spec.job, slot, 1, True))
+
+        self.world.later(self.world.random.uniform(0.3, 2.0), ready)
+
+    def _assign(self, order: Order, seat: Seat) -> None:
+        known = self._known(seat)
+        if known is not None:
+            if known.alive and known.generation < order.generation:
+                self._quiesce(known, order.generation)
+            return
+        warm = self.standbys.pop(seat.slot, None)
+        worker = Worker(order.job, seat, order.generation, joiner=True)
+        self.workers.append(worker)
+        if self.doomed_standby:
+            self.doomed_standby = False
+            self.world.later(0.05, lambda: self.world.group().die(worker, Sign.EXIT, -9))
+
+        def joined() -> None:
+            if worker.alive and self.up and worker.mode == "starting" and not worker.stopped:
+                worker.mode = "quiesced"
+                self.report(worker, Phase.QUIESCE)
+
+        delay = 0.5 if warm is not None and warm.ready else 2.0
+        self.world.later(self.world.random.uniform(0.1, delay), joined)
+
+    def _fence(self, job: JobId, seats: tuple[Seat, ...]) -> None:
+        for worker in self._of(job):
+            if worker.seat in seats:
+                self.world.group().die(worker, Sign.EXIT, -9)
+
+    def _quiesce(self, worker: Worker, generation: Generation) -> None:
+        if generation <= worker.generation:
+            if worker.generation == generation and worker.mode == "quiesced" and worker.last:
+                self.tell(worker.last)
+            return
+        worker.generation = generation
+        worker.last = None
+        if worker.stopped:
+            return
+        if worker.mode == "starting":
+            if not worker.joiner:
+                self.report(worker, Phase.QUIESCE)
+            return
+
+        def quiet() -> None:
+            fit = worker.alive and self.up and not worker.stopped
+            if fit and worker.generation == generation and worker.mode != "finished":
+                worker.mode = "quiesced"
+                self.report(worker, Phase.QUIESCE)
+
+        worker.mode, worker.broken = "broken", False
+        self.world.later(self.world.random.uniform(0.005, 0.1), quiet)
+
+    def _resume(self, worker: Worker) -> None:
+        worker.mode = "training"
+        worker.first_step = worker.boundary
+        worker.launched = 0
+        self.world.group().launch(worker)
+
+    def _save(self, order: Order, action: Save) -> None:
+        for worker in self._of(order.job):
+            if worker.generation != order.generation or worker.mode not in ("quiesced", "saved"):
+                continue
+            if worker.rank == action.writer:
+                assert worker.boundary == action.boundary, "the writer is not at the boundary"
+                name = f"save-{order.generation}"
+                path = f"{action.path}-{action.boundary}"
+                self.tell(
+                    Publish(
+                        self.node,
+                        order.job,
+                        order.generation,
+                        worker.rank,
+                        action.boundary,
+                        path,
+                        name,
+                    )
+                )
+            worker.mode = "saved"
+            self.report(worker, Phase.SAVE)
+
+    def _stop(self, job: JobId) -> None:
+        for worker in self._of(job):
+            worker.alive = False
+        self.standbys = {s: p for s, p in self.standbys.items() if p.job != job}
+
+    def drop_standby(self, slot: int) -> None:
+        """A parked worker dies."""
+        parked = self.standbys.pop(slot)
+        self.tell(StandbyReport(self.node, parked.job, slot, 1, False, "killed"))
+
+    def store_lost(self, job: JobId) -> None:
+        """The store process dies; its successor listens elsewhere."""
+        self.store_port += 1
+        self.tell(Observed(self.node, job, Sign.STORE_LOST))
+
+    def answered(self, answer: Published) -> None:
+        """The model's publishers do not retry."""
+
+    # ------------------------------------------------------------ watching
+
+    def watch(self) -> None:
+        """The hang detector: ranks without progress, told again while they stand still."""
+        facts: dict[tuple[JobId, Generation], list[StallFact]] = {}
+        for worker in self.workers:
+            still = self.world.now() - worker.moved_at > STALL_SECONDS
+            if worker.alive and still and worker.mode == "training":
+                fact = StallFact(
+                    worker.rank,
+                    worker.seat.incarnation,
+                    worker.boundary,
+                    worker.launched,
+                    worker.stopped,
+                )
+                facts.setdefault((worker.job, worker.generation), []).append(fact)
+        for (job, generation), ranks in facts.items():
+            self.tell(Stalled(self.node, job, generation, tuple(ranks), STALL_SECONDS))

@@ -1,0 +1,247 @@
+"""Simulated collectives: the steps of a job, their end, and the moving of state in waves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keepstep.chaos.simulated import RING_ENTRIES, Agent, Worker, World, state_at
+from keepstep.model import Generation, NodeId, Phase, Rank, Sign
+from keepstep.wire import Reform
+
+
+@dataclass(slots=True)
+class Moving:
+    """One round of REFORM: who is there, and what was ordered."""
+
+    action: Reform
+    here: dict[Rank, Worker] = field(default_factory=dict)
+
+
+class Group:
+    """The collectives of one job: what all ranks of a generation do together."""
+
+    def __init__(self, world: World, size: int, steps: int) -> None:
+        self.world = world
+        self.size = size
+        self.steps = steps
+        self.waiting: dict[Generation, dict[Rank, Worker]] = {}
+        self.rounds: dict[Generation, Moving] = {}
+        self.committed = 0
+        """Steps that can no longer be lost."""
+        self.newest = Generation(0)
+        """The newest generation that made a step."""
+        self.raise_at: dict[tuple[Rank, int], int] = {}
+        """Where user code raises, and how often."""
+        self.base = 0
+        """Where the workers last started: private state there comes with the checkpoint."""
+
+    # ------------------------------------------------------------ a step
+
+    def launch(self, worker: Worker) -> None:
+        """Enter the step's collective; its private entry has two homes before that."""
+        if worker.boundary >= self.steps:
+            worker.mode = "finished"
+            self.agent(worker).observe(worker, Sign.FINISHED)
+            worker.alive = False
+            return
+        if self._raises(worker):
+            return
+        self._keep_entry(worker, worker.boundary + 1)
+        worker.launched += 1
+        worker.moved_at = self.world.now()
+        here = self.waiting.setdefault(worker.generation, {})
+        other = here.get(worker.rank)
+        assert other is None or other is worker or not other.alive, (
+            f"rank {worker.rank} has two owners in generation {worker.generation}"
+        )
+        here[worker.rank] = worker
+        self.meet(worker.generation)
+
+    def meet(self, generation: Generation) -> None:
+        """If all are there and can be reached, the collective runs."""
+        here = self.waiting.get(generation, {})
+        members = list(here.values())
+        if len(members) < self.size or not all(self._able(w, generation) for w in members):
+            return
+        boundaries = {worker.boundary for worker in members}
+        assert len(boundaries) == 1, f"ranks of one generation train at boundaries {boundaries}"
+        assert generation >= self.newest, "an older generation makes progress"
+        self.newest = generation
+        (boundary,) = boundaries
+        assert {w.state for w in members} == {state_at(boundary)}, "wrong state trains"
+        assert boundary >= self.committed, f"step {boundary} is computed again"
+        self.committed = boundary
+        del self.waiting[generation]
+        for worker in members:
+            if worker.first_step >= 0 and boundary > worker.first_step:
+                worker.first_step = -1
+                self.agent(worker).report(worker, Phase.RESUME)
+            delay = self.world.random.uniform(0.03, 0.09)
+            self.world.later(delay, lambda w=worker: self._apply(w, generation, boundary))  # type: ignore[misc]
+
+    def _able(self, worker: Worker, generation: Generation) -> bool:
+        agent = self.agent(worker)
+        fit = worker.alive and not worker.stopped and agent.up and not agent.cut
+        return fit and worker.mode == "training" and worker.generation == generation
+
+    def _apply(self, worker: Worker, generation: Generation, boundary: int) -> None:
+        alive = worker.alive and not worker.stopped and self.agent(worker).up
+        if alive and worker.mode == "training" and worker.generation == generation:
+            worker.boundary = boundary + 1
+            worker.state = state_at(boundary + 1) if worker.state == state_at(boundary) else -1
+            self.launch(worker)
+
+    def _raises(self, worker: Worker) -> bool:
+        key = (worker.rank, worker.boundary)
+        if self.raise_at.get(key, 0) <= 0:
+            return False
+        self.raise_at[key] -= 1
+        trace = f"Traceback: rank {worker.rank} at {worker.boundary}"
+        self.die(worker, Sign.EXCEPTION, 1, trace)
+        return True
+
+    def _keep_entry(self, worker: Worker, boundary: int) -> None:
+        value = hash((int(worker.rank), boundary))
+        self._put(self.agent(worker), worker.rank, boundary, value)
+        for other in self.waiting.get(worker.generation, {}).values():
+            if other.rank == (worker.rank + worker.stride) % self.size:
+                self._put(self.agent(other), worker.rank, boundary, value)
+        # Whoever launches later stores the entries that should have reached it before.
+        for other in self.waiting.get(worker.generation, {}).values():
+            if (other.rank + worker.stride) % self.size == worker.rank:
+                entry = hash((int(other.rank), other.boundary + 1))
+                self._put(self.agent(worker), other.rank, other.boundary + 1, entry)
+
+    def _put(self, agent: Agent, rank: Rank, boundary: int, value: int) -> None:
+        ring = agent.rings.setdefault(rank, {})
+        ring[boundary] = value
+        for old in sorted(ring)[:-RING_ENTRIES]:
+            del ring[old]
+
+    # ------------------------------------------------------------ an end
+
+    def die(self, worker: Worker, sign: Sign, exit_code: int, detail: str = "") -> None:
+        """A process ends; those who were in a collective with it notice soon."""
+        if not worker.alive:
+            return
+        worker.alive = False
+        agent = self.agent(worker)
+        if agent.up:
+            agent.observe(worker, sign, exit_code, detail)
+        self.notice(worker.generation)
+
+    def notice(self, generation: Generation) -> None:
+        for other in self.everybody():
+            if other.generation == generation and other.mode in ("training", "reforming"):
+                delay = self.world.random.uniform(0.01, 0.3)
+                self.world.later(delay, lambda w=other: self._broken(w, generation))  # type: ignore[misc]
+
+    def _broken(self, worker: Worker, generation: Generation) -> None:
+        fit = worker.alive and not worker.stopped and worker.generation == generation
+        if fit and worker.mode in ("training", "reforming"):
+            worker.mode, worker.broken = "broken", True
+            self.agent(worker).observe(worker, Sign.BROKEN, detail="connection reset")
+
+    def everybody(self) -> list[Worker]:
+        return [worker for agent in self.world.agents() for worker in agent.workers]
+
+    def agent(self, worker: Worker) -> Agent:
+        found = self.world.agent(worker.seat.node)
+        assert found is not None
+        return found
+
+    # ------------------------------------------------------------ REFORM
+
+    def reform(self, worker: Worker, action: Reform) -> None:
+        worker.mode = "reforming"
+        moving = self.rounds.setdefault(worker.generation, Moving(action))
+        moving.here[worker.rank] = worker
+        if len(moving.here) == self.size:
+            generation = worker.generation
+            self.world.later(0.05, lambda: self._wave(generation, 0))
+
+    def _wave(self, generation: Generation, wave: int) -> None:
+        """One wave: targets are torn while it runs, whole after it."""
+        moving = self.rounds[generation]
+        if not all(self._reforms(worker, generation) for worker in moving.here.values()):
+            return
+        moves = [move for move in moving.action.moves if move.wave == wave]
+        if wave > max((move.wave for move in moving.action.moves), default=0):
+            self._verify(generation)
+            return
+        for move in moves:
+            target = moving.here[move.target]
+            self._forbid_last_home(moving, move.target, staged=move.staged)
+            if target.alive and target.generation == generation and not move.staged:
+                target.intact = False
+
+        def land() -> None:
+            for move in moves:
+                target = moving.here[move.target]
+                sources = [moving.here[rank] for rank in move.sources]
+                if not self._reforms(target, generation):
+                    continue
+                if not all(self._reachable(s, generation) for s in sources):
+                    return
+                lie = any(source.lies for source in sources)
+                target.state = -99 if lie else sources[0].state
+                target.boundary, target.intact = moving.action.boundary, not lie
+                if lie:
+                    # Each wave is verified before the next: the others are not touched.
+                    self.agent(target).report(target, Phase.VERIFY)
+                    return
+            self._wave(generation, wave + 1)
+
+        self.world.later(self.world.random.uniform(0.02, 0.2), land)
+
+    def _reforms(self, worker: Worker, generation: Generation) -> bool:
+        return worker.mode == "reforming" and self._reachable(worker, generation)
+
+    def _reachable(self, worker: Worker, generation: Generation) -> bool:
+        agent = self.agent(worker)
+        fit = worker.alive and not worker.stopped and agent.up and not agent.cut
+        return fit and worker.generation == generation
+
+    def _forbid_last_home(self, moving: Moving, target: Rank, *, staged: bool) -> None:
+        """No receiving in place into an older whole state while one node alone holds the newer."""
+        worker = moving.here[target]
+        if staged or not worker.intact or worker.boundary < 0:
+            return
+        boundary = moving.action.boundary
+        homes = {
+            w.seat.node
+            for w in moving.here.values()
+            if w.alive and w.intact and w.boundary == boundary
+        }
+        elsewhere = {w.seat.node for w in moving.here.values()} - homes
+        assert len(homes) > 1 or not elsewhere, (
+            f"rank {target} is received into while only {homes} holds boundary {boundary}"
+        )
+
+    def _verify(self, generation: Generation) -> None:
+        moving = self.rounds[generation]
+        for worker in moving.here.values():
+            agent = self.agent(worker)
+            if not worker.alive or worker.generation != generation or worker.stopped:
+                continue
+            if worker.mode != "reforming" or not agent.up:
+                continue
+            problem = self._fetch_private(worker, moving.action)
+            worker.mode = "ready"
+            agent.report(worker, Phase.VERIFY, problem)
+
+    def _fetch_private(self, worker: Worker, action: Reform) -> str:
+        boundary = action.boundary
+        wanted = next((home for home in action.homes if home.rank == worker.rank), None)
+        if wanted is None or boundary == self.base:
+            return ""
+        for endpoint in wanted.endpoints:
+            agent = self.world.agent(NodeId(endpoint.host.removeprefix("addr-")))
+            if agent is None or not agent.up or agent.cut:
+                continue
+            value = agent.rings.get(worker.rank, {}).get(boundary)
+            if value is not None:
+                assert value == hash((int(worker.rank), boundary)), "somebody else's private state"
+                self._put(self.agent(worker), worker.rank, boundary, value)
+                return ""
+        return f"no private state of rank {worker.rank} at boundary {boundary}"

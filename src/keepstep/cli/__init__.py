@@ -1,0 +1,76 @@
+"""The `keepstep` command. One file per group of commands; each adds itself to the parser.
+
+Commands import what they need when they are used, so that `keepstep status` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from keepstep.errors import ConfigError, KeepstepError
+
+GROUPS = ("run", "show", "watch", "logs", "stop")
+"""Modules of this package with an `add(commands)`, in the order of the help."""
+OPTIONAL_GROUPS = ("demo", "lab")
+"""Groups that a smaller install may lack."""
+
+EPILOG = """\
+at 3 a.m.:
+  keepstep status                what runs where, and what is wrong
+  keepstep watch                 the same, live, with reasons as they happen
+  keepstep explain               the story of the newest incident
+  keepstep logs --rank 3 -f      a rank's output, whichever node it is on
+  keepstep stop --save JOB       end a job at a saved boundary
+
+Commands find the orchestrator by --orchestrator, by $KEEPSTEP_ORCHESTRATOR, or in the newest
+run directory below the current one. All that show something take `-o json`.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = parser().parse_args(arguments)
+    try:
+        return int(asked.run(asked))
+    except ConfigError as error:
+        print(f"keepstep: {error}", file=sys.stderr)
+        return 2
+    except KeepstepError as error:
+        print(f"keepstep: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # `keepstep status | head`: the reader has what it wanted.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="keepstep",
+        description="Keepstep: distributed PyTorch training that keeps every step through faults.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in (*GROUPS, *OPTIONAL_GROUPS):
+        module = f"{__name__}.{name}"
+        if name in GROUPS or importlib.util.find_spec(module):
+            importlib.import_module(module).add(commands)
+    return top
+
+
+def common_options(command: argparse.ArgumentParser, *, output: bool = True) -> None:
+    """Where the orchestrator is, and how to answer."""
+    command.add_argument("--orchestrator", default="", metavar="URL", help="http://HOST:PORT")
+    command.add_argument("--token-file", default="", metavar="FILE", help="the cluster's token")
+    if output:
+        command.add_argument(
+            "-o", "--output", choices=("text", "json"), default="text", help="default: text"
+        )

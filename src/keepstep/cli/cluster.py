@@ -1,0 +1,366 @@
+"""A whole cluster of real processes on one machine: for `keepstep run`, the demo, the lab, tests.
+
+    with LocalCluster(run_dir, [NodePlan("n0", slots=2), NodePlan("n1", slots=2)]) as cluster:
+        cluster.client.submit(spec)
+        cluster.kill_agent("n0")          # restarted at once; adopts its workers
+        cluster.lose_node("n1")           # agent, workers and memory gone together
+        cluster.return_node("n1")         # comes back empty
+        job = cluster.wait("job", seconds_max=60)
+
+Each node has an agent of its own and a room of its own on tmpfs; with a command prefix such as
+`ip netns exec NS` it also has a network of its own. Everything that dies unasked is restarted.
+
+    <run_dir>/token  orchestrator.port  orchestrator.url  journal.db  *.log
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from keepstep.cli.client import Client
+from keepstep.cli.supervise import Program, Supervisor
+from keepstep.config import LauncherConfig
+from keepstep.errors import KeepstepError, Permanent, Transient, Unreachable
+
+ORCHESTRATOR = "orchestrator"
+NODES_SECONDS_MAX = 120.0
+"""An agent joins once its preload server has imported torch: many on few cores take long."""
+SYNCHRONOUS = "KEEPSTEP_ORCHESTRATOR_JOURNAL_SYNCHRONOUS"
+MARK = "KEEPSTEP_NODE_ROOM"
+"""In the environment of everything that runs on a node, so that losing it misses nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One node to be."""
+
+    name: str
+    slots: int
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+    """Put before the agent's command: `ip netns exec NS`, `taskset -c 1`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    speaks: bool = False
+    """The workers' lines go to our standard output instead of the agent's log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """What the nodes have in common."""
+
+    listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    """The host under which agents and we reach the orchestrator, if it is not the one it listens
+    on (0.0.0.0)."""
+    prefix: tuple[str, ...] = ()
+    """Put before the orchestrator's command."""
+    join: str = ""
+    """URL of an orchestrator that is already there; then none is started."""
+    token_file: Path | None = None
+    """Of the cluster that is joined; a new one is made otherwise."""
+    config_file: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    launcher: LauncherConfig = LauncherConfig()
+
+
+class LocalCluster:
+    """Starts the processes, puts back what dies, and can break any part on purpose."""
+
+    def __init__(
+        self, run_dir: Path, nodes: Sequence[NodePlan], plan: ClusterPlan = ClusterPlan()
+    ) -> None:
+        self.run_dir = run_dir.resolve()
+        self.plan = plan
+        self.nodes = {node.name: node for node in nodes}
+        self._rooms = rooms_directory(self.run_dir)
+        self._supervisor: Supervisor | None = None
+        self._url = plan.join
+
+    # ---------------------------------------------------------------- life
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Orchestrator first, then all agents at once; returns when the orchestrator answers."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        if self.plan.token_file is None:
+            _make_token(self.token_file)
+        self._supervisor = Supervisor(self.plan.launcher)
+        try:
+            if not self.plan.join:
+                self._supervisor.start(self._orchestrator_program())
+                self._wait_for_port()
+            self._wait_for_health()
+            for node in self.nodes.values():
+                self._supervisor.start(self._agent_program(node))
+        except (KeepstepError, OSError, KeyboardInterrupt):
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End everything that was started here, and remove the rooms."""
+        if self._supervisor is None:
+            return
+        self._supervisor.close()
+        self._supervisor = None
+        for name in self.nodes:
+            _kill_all(self.room(name))
+            shutil.rmtree(self.room(name), ignore_errors=True)
+        shutil.rmtree(self._rooms, ignore_errors=True)
+
+    @property
+    def client(self) -> Client:
+        return Client(self._url, self.token_file.read_text(encoding="utf-8").strip())
+
+    @property
+    def token_file(self) -> Path:
+        return self.plan.token_file or self.run_dir / "token"
+
+    @property
+    def supervisor(self) -> Supervisor:
+        assert self._supervisor is not None, "the cluster was not started"
+        return self._supervisor
+
+    def room(self, node: str) -> Path:
+        return self._rooms / node
+
+    # ---------------------------------------------------------------- waiting
+
+    def wait_nodes(self, seconds_max: float | None = None) -> None:
+        """Until every agent is connected."""
+        wanted = set(self.nodes)
+        self.wait_until(
+            lambda picture: wanted <= set(picture["connected"]),
+            seconds_max or NODES_SECONDS_MAX,
+            f"the agents {', '.join(sorted(wanted))}",
+        )
+
+    def wait(self, job: str, seconds_max: float) -> dict[str, Any]:
+        """Until the job is over; its view."""
+        found: dict[str, Any] = {}
+
+        def over(picture: dict[str, Any]) -> bool:
+            found.update(find_job(picture, job) or {})
+            return bool(found.get("over"))
+
+        self.wait_until(over, seconds_max, f"the end of job {job}")
+        return found
+
+    def wait_until(
+        self, holds: Callable[[dict[str, Any]], bool], seconds_max: float, what: str
+    ) -> dict[str, Any]:
+        """Until `holds(picture)`; the picture that satisfied it. Outlasts a dying orchestrator."""
+        deadline = time.monotonic() + seconds_max
+        while time.monotonic() < deadline:
+            self.supervisor.check()
+            try:
+                picture = self.client.cluster()
+                if holds(picture):
+                    return picture
+            except Transient:
+                pass
+            time.sleep(0.02)
+        raise Unreachable(f"waited {seconds_max:.0f} s for {what}; see the logs in {self.run_dir}")
+
+    # ---------------------------------------------------------------- breaking things
+
+    def kill_orchestrator(self, *, restart: bool = True) -> None:
+        self.supervisor.kill(ORCHESTRATOR, restart=restart)
+
+    def start_orchestrator(self) -> None:
+        """Put back an orchestrator that was killed with restart=False."""
+        self.supervisor.resume(ORCHESTRATOR)
+
+    def kill_agent(self, node: str, *, restart: bool = True) -> None:
+        """The agent alone: its workers train on."""
+        self.supervisor.kill(_agent(node), restart=restart)
+
+    def start_agent(self, node: str) -> None:
+        """Put back an agent that was killed with restart=False."""
+        self.supervisor.resume(_agent(node))
+
+    def lose_node(self, node: str) -> None:
+        """Agent, preload server, store and workers die together, and so does their memory."""
+        # The agent first: it must not live to tell of the others' deaths.
+        self.supervisor.kill(_agent(node), restart=False)
+        _kill_all(self.room(node))
+        shutil.rmtree(self.room(node), ignore_errors=True)
+
+    def return_node(self, node: str) -> None:
+        """A lost node comes back, empty."""
+        self.supervisor.resume(_agent(node))
+
+    def freeze_node(self, node: str) -> None:
+        """Every process of the node stops where it is: silence without an end of stream."""
+        for pid in self.processes(node):
+            _signal(pid, signal.SIGSTOP)
+
+    def thaw_node(self, node: str) -> None:
+        for pid in self.processes(node):
+            _signal(pid, signal.SIGCONT)
+
+    def add_node(self, node: NodePlan) -> None:
+        """A machine that was not there before."""
+        self.nodes[node.name] = node
+        self.supervisor.start(self._agent_program(node))
+
+    def processes(self, node: str) -> tuple[int, ...]:
+        """The pids of everything on a node: agent, preload server, store, workers, loaders."""
+        return _marked(self.room(node))
+
+    def pid_of(self, name: str) -> int:
+        """Of the orchestrator (ORCHESTRATOR), or of a node's agent."""
+        return self.supervisor.child(name if name == ORCHESTRATOR else _agent(name)).pid
+
+    # ---------------------------------------------------------------- the programs
+
+    def _orchestrator_program(self) -> Program:
+        command = [*self.plan.prefix, sys.executable, "-m", "keepstep.orchestrator"]
+        command += ["--listen", self.plan.listen, "--journal", str(self.run_dir / "journal.db")]
+        command += ["--token-file", str(self.token_file)]
+        command += ["--port-file", str(self._port_file)]
+        if self.plan.config_file is not None:
+            command += ["--config", str(self.plan.config_file)]
+        environment = self._environment()
+        if self.plan.config_file is None and SYNCHRONOUS not in os.environ:
+            # All our nodes are on this machine: a power cut leaves nobody with orders that the
+            # journal has lost, so an append need not wait for the platter.
+            environment = {SYNCHRONOUS: "normal", **environment}
+        log = self.run_dir / "orchestrator.log"
+        return Program(ORCHESTRATOR, tuple(command), log, environment)
+
+    def _agent_program(self, node: NodePlan) -> Program:
+        command = [*node.prefix, sys.executable, "-m", "keepstep.agent"]
+        command += ["--orchestrator", self._url]
+        command += ["--node", node.name, "--address", node.address, "--slots", str(node.slots)]
+        command += ["--room", str(self.room(node.name))]
+        # The token goes by environment: a command line shows in `ps`.
+        own = {MARK: str(self.room(node.name)), "KEEPSTEP_TOKEN": self.client.token}
+        return Program(
+            _agent(node.name),
+            tuple(command),
+            self.run_dir / f"agent-{node.name}.log",
+            {**self._environment(), **node.environment, **own},
+            speaks=node.speaks,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        """The package is found by our children where we found it ourselves."""
+        source = str(Path(__file__).resolve().parents[2])
+        known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        paths = known if source in known else [source, *known]
+        return {"PYTHONPATH": os.pathsep.join(paths), **self.plan.environment}
+
+    @property
+    def _port_file(self) -> Path:
+        return self.run_dir / "orchestrator.port"
+
+    def _wait_for_port(self) -> None:
+        deadline = time.monotonic() + self.plan.launcher.ready_seconds_max
+        while time.monotonic() < deadline:
+            self.supervisor.check()
+            if self._port_file.exists():
+                port = self._port_file.read_text(encoding="utf-8").strip()
+                host = self.plan.advertise or self.plan.listen.rpartition(":")[0]
+                self._url = f"http://{host}:{port}"
+                (self.run_dir / "orchestrator.url").write_text(f"{self._url}\n", encoding="utf-8")
+                return
+            time.sleep(0.01)
+        said = self.supervisor.child(ORCHESTRATOR).last_words()
+        raise Permanent(f"the orchestrator did not start to listen: {said}")
+
+    def _wait_for_health(self) -> None:
+        deadline = time.monotonic() + self.plan.launcher.ready_seconds_max
+        while True:
+            self.supervisor.check()
+            try:
+                self.client.health()
+                return
+            except Unreachable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+
+
+def find_job(picture: Mapping[str, Any], job: str) -> dict[str, Any] | None:
+    """One job of a cluster's picture."""
+    jobs = picture["jobs"]
+    found = jobs.get(job) if isinstance(jobs, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def rooms_directory(run_dir: Path) -> Path:
+    """Where the nodes' memory of one run lives: tmpfs if there is one, and always a short path."""
+    # Short, because Unix socket paths end at 107 bytes; by digest, because run dirs are long.
+    cluster = hashlib.sha256(str(run_dir).encode()).hexdigest()[:10]
+    shared = Path("/dev/shm")
+    parent = shared if os.access(shared, os.W_OK) else Path(os.environ.get("TMPDIR") or "/tmp")
+    return parent / f"keepstep-{os.getuid()}" / cluster
+
+
+def _make_token(path: Path) -> None:
+    if path.exists():
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(secrets.token_hex(32) + "\n")
+
+
+def _agent(node: str) -> str:
+    return f"agent-{node}"
+
+
+def _kill_all(room: Path, seconds_max: float = 5.0) -> None:
+    """Kill whatever bears the room's mark, until nothing does."""
+    deadline = time.monotonic() + seconds_max
+    while pids := _marked(room):
+        for pid in pids:
+            _signal(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise Permanent(f"processes {pids} of {room} survive SIGKILL")
+        time.sleep(0.005)
+
+
+def _marked(room: Path) -> tuple[int, ...]:
+    """Living processes with the room in their environment or command line.
+
+    A forked child keeps the environment and command line of the server that forked it, and a
+    process that was given away by a dead parent keeps them too.
+    """
+    # A following separator, so that node n1 does not take n10 for its own.
+    marks = [f"{room}{end}".encode() for end in ("\0", "/")]
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if b") Z " in (entry / "stat").read_bytes():
+                continue
+            text = (entry / "environ").read_bytes() + b"\0" + (entry / "cmdline").read_bytes()
+        except OSError:
+            continue  # It ended while we looked, or is somebody else's.
+        if any(mark in text for mark in marks):
+            found.append(int(entry.name))
+    return tuple(sorted(found))
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

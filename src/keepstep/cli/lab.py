@@ -1,0 +1,77 @@
+"""`keepstep lab`: experiments on a cluster of your own making. Never touches anybody's job.
+
+keepstep lab chaos      a real job under real faults, compared bit for bit with a fault-free run
+keepstep lab simulate   the real brain under a virtual clock and a hostile network
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import secrets
+from pathlib import Path
+
+from keepstep import sabotage
+from keepstep.errors import ConfigError
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    lab = commands.add_parser("lab", help="experiments: fault campaigns, the simulator")
+    inner = lab.add_subparsers(title="experiments", metavar="EXPERIMENT", required=True)
+    _add_chaos(inner)
+    _add_simulate(inner)
+
+
+def _add_chaos(inner: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    chaos = inner.add_parser("chaos", help="a real job under faults, compared bit for bit")
+    option = chaos.add_argument
+    option("--world", type=int, default=4, metavar="N", help="ranks (default 4)")
+    option("--nodes", type=int, default=4, metavar="N", help="nodes that hold ranks (default 4)")
+    option("--spares", type=int, default=2, metavar="N", help="standbys (default 2)")
+    option("--faults", type=int, default=20, metavar="N", help="how many (default 20)")
+    option("--seed", type=int, default=None, help="the same seed gives the same faults")
+    option(
+        "--mix",
+        choices=("unplanned", "hold", "fallback", "user"),
+        default="unplanned",
+        help="hold, fallback, user: kinds that do not end in a plain live resume",
+    )
+    option("--kinds", default="", metavar="A,B", help="only these kinds")
+    option("--sabotage", choices=sabotage.NAMES, default="", help="one protection off: must fail")
+    option("--out", type=Path, metavar="FILE", help="the raw result, JSON; gzip if it ends in .gz")
+    option("--run-dir", type=Path, metavar="DIR", help="logs and journal (default: temporary)")
+    chaos.set_defaults(run=run_chaos)
+
+
+def run_chaos(asked: argparse.Namespace) -> int:
+    from keepstep.chaos import campaign
+    from keepstep.chaos.faults import Mix
+
+    plan = campaign.Plan(
+        world=asked.world,
+        nodes=asked.nodes,
+        spares=asked.spares,
+        faults=asked.faults,
+        seed=secrets.randbelow(1_000_000) if asked.seed is None else asked.seed,
+        mix=Mix(asked.mix),
+        kinds=tuple(kind for kind in asked.kinds.split(",") if kind),
+        sabotage=asked.sabotage,
+        out=asked.out,
+        run_dir=asked.run_dir.resolve() if asked.run_dir else None,
+    )
+    return campaign.run(plan)
+
+
+def _add_simulate(inner: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    simulate = inner.add_parser("simulate", help="the real brain under a virtual clock")
+    simulate.add_argument("--seeds", type=int, default=100, metavar="N", help="runs (default 100)")
+    simulate.add_argument("--seed", type=int, default=None, help="only this one, with its story")
+    simulate.set_defaults(run=run_simulate)
+
+
+def run_simulate(asked: argparse.Namespace) -> int:
+    try:
+        simulator = importlib.import_module("keepstep.chaos.simulate")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the simulator is not part of this install ({error.name})") from error
+    return int(simulator.main(asked))

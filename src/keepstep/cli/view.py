@@ -1,0 +1,308 @@
+"""What people see of a cluster: plain dictionaries in, lines of text out. Pure.
+
+One view for `status`, `watch`, `nodes`, `explain` and the demo, made from the orchestrator's own
+picture (GET /v1/cluster). A painter colours words; without one the text is plain. Long clusters
+are cut to what is wrong and a count of the rest: a screen has forty lines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Plain = Mapping[str, Any]
+Painter = Callable[[str, str], str]
+"""paint(text, tone): tone is good, busy, bad, dim or strong."""
+
+NODES_SHOWN_MAX = 24
+PHASES = ("allocate", "quiesce", "reform", "transfer", "verify", "resume")
+"""The happy path of a migration, as the progress line shows it."""
+_CODES = {"good": "32", "busy": "33", "bad": "31", "dim": "2", "strong": "1"}
+_STATE_TONES = {
+    "running": "good",
+    "finished": "good",
+    "waiting": "busy",
+    "starting": "busy",
+    "migrating": "busy",
+    "saved": "busy",
+    "held": "bad",
+    "failed": "bad",
+    "stopped": "dim",
+}
+
+
+def plain(text: str, tone: str) -> str:
+    return text
+
+
+def ansi(text: str, tone: str) -> str:
+    return f"\x1b[{_CODES[tone]}m{text}\x1b[0m"
+
+
+# ---------------------------------------------------------------- the whole cluster
+
+
+def status_lines(picture: Plain, paint: Painter = plain) -> list[str]:
+    """Jobs with their seats, then what is open, then the nodes in trouble."""
+    nodes = picture["nodes"]
+    up = sum(1 for node in nodes.values() if node["alive"])
+    lines = [f"term {picture['term']}   nodes {up}/{len(nodes)} alive"]
+    if not picture["jobs"]:
+        lines.append("no jobs; start one with `keepstep run`")
+    for job in picture["jobs"].values():
+        lines += ["", *job_lines(job, picture, paint)]
+    lost = [name for name, node in nodes.items() if not node["alive"]]
+    if lost:
+        lines += ["", paint(f"lost: {_some(lost)}", "bad")]
+    return lines
+
+
+def job_lines(job: Plain, picture: Plain, paint: Painter = plain) -> list[str]:
+    """One job: how it fares, where its migration is, who sits where."""
+    state = str(job["state"])
+    parts = [
+        paint(str(job["id"]), "strong"),
+        paint(state.upper(), _STATE_TONES.get(state, "dim")),
+        f"generation {job['generation']}",
+        _pace(job, picture),
+        f"spares {job['spares']['ready']}/{job['spares']['wanted']}",
+        f"incidents {job['incidents']}",
+    ]
+    if job["fallbacks"]:
+        parts.append(paint(f"fallbacks {job['fallbacks']}", "bad"))
+    lines = ["  ".join(parts)]
+    if job["migration"]:
+        lines.append("  " + migration_line(job["migration"], picture["now"], paint))
+    if job["over"]:
+        if job["detail"]:
+            lines.append(f"  {str(job['detail']).strip().splitlines()[-1][:200]}")
+        return lines
+    return lines + [f"  {line}" for line in seat_lines(job, picture, paint)]
+
+
+def _pace(job: Plain, picture: Plain) -> str:
+    """The newest step that anybody knows of: heartbeats are ahead of the brain."""
+    pulses = job_pulses(job, picture)
+    step = max([int(job["step"]), *(int(pulse["committed"]) for pulse in pulses)])
+    slowest = max((float(pulse["step_seconds"]) for pulse in pulses), default=0.0)
+    busy = next((str(pulse["busy"]) for pulse in pulses if pulse["busy"]), "")
+    text = f"step {step}" if step >= 0 else "no step yet"
+    if slowest:
+        text += f" ({_seconds(slowest)}/step)"
+    return text + (f" busy: {busy}" if busy else "")
+
+
+def job_pulses(job: Plain, picture: Plain) -> list[Plain]:
+    """What the heartbeats say of a job, one entry per node."""
+    return [
+        pulse
+        for beat in picture["pulses"]
+        for pulse in beat["jobs"]
+        if pulse["job"] == job["id"] and pulse["generation"] == job["generation"]
+    ]
+
+
+def migration_line(migration: Plain, now: float, paint: Painter = plain) -> str:
+    """allocate > quiesce > [reform] > …, and for how long already."""
+    phase = str(migration["phase"])
+    seconds = _seconds(max(0.0, now - float(migration["began_at"])))
+    if phase not in PHASES:
+        return f"{paint(phase.upper(), 'bad')} for {seconds}"
+    at = PHASES.index(phase)
+    words = [
+        paint(name, "good") if i < at else paint(f"[{name}]", "busy") if i == at else name
+        for i, name in enumerate(PHASES)
+    ]
+    return f"{migration['kind']} migration: {' > '.join(words)}  {seconds}"
+
+
+# ---------------------------------------------------------------- ranks x nodes
+
+
+def seat_lines(job: Plain, picture: Plain, paint: Painter = plain) -> list[str]:
+    """A line per node that holds a seat or a standby of the job, a cell per slot."""
+    phases = {(seat["node"], seat["slot"]): seat for seat in job["seats"]}
+    standbys = {(s["node"], s["slot"]): s for s in job["spares"]["standbys"]}
+    names = sorted({node for node, _ in (*phases, *standbys)}, key=_natural)
+    rows: list[tuple[bool, str]] = []
+    width = max((len(name) for name in names), default=0)
+    for name in names:
+        node = picture["nodes"].get(name)
+        slots = range(node["slots"]) if node else sorted(s for n, s in phases if n == name)
+        cells = [_cell(phases.get((name, s)), standbys.get((name, s)), paint) for s in slots]
+        mark = _node_mark(node, name, picture)
+        well = not mark and all(tone == "good" for _, tone in cells)
+        tail = f"  {paint(mark, 'bad')}" if mark else ""
+        rows.append((well, f"{name.ljust(width)}  {' '.join(text for text, _ in cells)}{tail}"))
+    return _cut(rows)
+
+
+def _cell(seat: Plain | None, standby: Plain | None, paint: Painter) -> tuple[str, str]:
+    """One slot, ten characters wide, and its tone."""
+    if seat is not None:
+        phase = str(seat["phase"])
+        tone = "good" if phase in ("running", "finished") else "busy"
+        if phase in ("empty", "fencing", "held"):
+            tone = "bad"
+        # A rank that has moved shows its incarnation: 3'2 is the third worker on rank 3.
+        moved = f"'{seat['incarnation']}" if seat["incarnation"] else ""
+        return paint(f"{seat['rank']}{moved} {_short(phase)}".ljust(12), tone), tone
+    if standby is not None:
+        ready = "spare" if standby["ready"] else "warming"
+        return paint(f"+ {ready}".ljust(12), "good" if standby["ready"] else "busy"), "good"
+    return paint("-".ljust(12), "dim"), "good"
+
+
+def _node_mark(node: Plain | None, name: str, picture: Plain) -> str:
+    if node is None:
+        return "unknown"
+    if not node["alive"]:
+        return "lost"
+    return "" if name in picture["connected"] else "agent away"
+
+
+def _cut(rows: Sequence[tuple[bool, str]]) -> list[str]:
+    """All rows if they fit; otherwise those in trouble first, and a count of the rest."""
+    if len(rows) <= NODES_SHOWN_MAX:
+        return [text for _, text in rows]
+    chosen = sorted(rows, key=lambda row: row[0])[:NODES_SHOWN_MAX]
+    unwell = sum(1 for well, _ in rows if not well)
+    rest = len(rows) - len(chosen)
+    hidden = max(0, unwell - NODES_SHOWN_MAX)
+    note = f"… and {rest} more nodes" + (
+        f", {hidden} of them in trouble" if hidden else ", all well"
+    )
+    return [*(text for _, text in chosen), note]
+
+
+# ---------------------------------------------------------------- nodes
+
+
+def node_lines(picture: Plain, paint: Painter = plain) -> list[str]:
+    """Every node: its state, its slots, who uses them."""
+    lines = [f"{'node':<16}{'state':<12}{'address':<18}{'slots':<7}{'free':<6}uses"]
+    for name, node in picture["nodes"].items():
+        mark = _node_mark(node, name, picture)
+        state = paint((mark or "ready").ljust(12), "bad" if mark else "good")
+        uses = " ".join(_use(use) for use in node["uses"] if use["job"] or use["taint"])
+        numbers = f"{node['slots']:<7}{node['free']:<6}"
+        lines.append(f"{name:<16}{state}{node['address']:<18}{numbers}{uses}")
+    return lines if len(lines) > 1 else ["no nodes; an agent joins with `keepstep run`"]
+
+
+def _use(use: Plain) -> str:
+    if use["taint"]:
+        return f"{use['slot']}:tainted({use['taint']})"
+    who = "standby" if use["standby"] else f"rank {use['rank']}"
+    return f"{use['slot']}:{use['job']}/{who}" + ("(fenced)" if use["fenced"] else "")
+
+
+# ---------------------------------------------------------------- incidents
+
+
+def incident_lines(incident: Plain, paint: Painter = plain) -> list[str]:
+    """The story of one incident: what was seen, what was decided and why, what the pause was."""
+    outcome = str(incident["outcome"])
+    tone = {"resumed": "good", "open": "busy"}.get(outcome, "bad")
+    pause = incident["pause_seconds"]
+    lines = [
+        f"{paint(str(incident['id']), 'strong')}  job {incident['job']}  {paint(outcome, tone)}"
+        + (f"  after {_seconds(pause)}" if pause is not None else ""),
+        f"opened {_clock(incident['opened_at'])}, generation {incident['generation']}"
+        + (f", boundary {incident['boundary']}" if incident["boundary"] >= 0 else ""),
+        "",
+        "what was seen",
+        *(f"  {line}" for line in _cause_lines(incident)),
+        "",
+        "what was decided, and why",
+    ]
+    for at, phase, why in incident["story"]:
+        offset = f"+{at - incident['opened_at']:.3f}s"
+        lines.append(f"  {offset:>10}  {phase:<10} {why}")
+    lines += ["", "the pause by part", *(f"  {line}" for line in pause_lines(incident))]
+    return lines
+
+
+def _cause_lines(incident: Plain) -> Iterable[str]:
+    for cause in incident["causes"]:
+        who = f"rank {cause['rank']}" if cause["rank"] >= 0 else "node"
+        where = f" on {cause['node']}" if cause["node"] else ""
+        code = f", exit code {cause['exit_code']}" if cause["exit_code"] else ""
+        step = f", step {cause['step']}" if cause["step"] >= 0 else ""
+        yield f"{cause['sign']}: {who}{where}{step}{code}"
+        if cause["detail"]:
+            yield f"    {str(cause['detail']).strip().splitlines()[-1][:160]}"
+    more = incident["causes_count"] - len(incident["causes"])
+    if more > 0:
+        yield f"and {more} more"
+
+
+def pause_lines(incident: Plain, width: int = 40) -> list[str]:
+    """Seconds by phase, each with its bar."""
+    parts = dict(incident["seconds"])
+    total = sum(parts.values())
+    if not parts:
+        return ["nothing measured yet"]
+    known = [name for name in (*PHASES, "hold", "save", "fallback") if name in parts]
+    order = known + sorted(parts.keys() - set(known))
+    lines = []
+    for name in order:
+        bar = "#" * round(width * parts[name] / total) if total else ""
+        lines.append(f"{name:<10} {_seconds(parts[name]):>9}  {bar}".rstrip())
+    return [*lines, f"{'together':<10} {_seconds(total):>9}"]
+
+
+# ---------------------------------------------------------------- the live view
+
+
+def frame_lines(
+    picture: Plain, recent: Sequence[Plain], height: int, paint: Painter = plain
+) -> list[str]:
+    """One screen of `watch`: the state above, the newest reasons below."""
+    top = status_lines(picture, paint)
+    room = max(3, height - len(top) - 3)
+    lines = [*top, "", paint("decisions", "strong")]
+    lines += [record_line(record, paint) for record in list(recent)[-room:]]
+    return lines[:height]
+
+
+def record_line(record: Plain, paint: Painter = plain) -> str:
+    """One decision: when, which job, which phase, why."""
+    jobs = " ".join(f"{job}[{phase}]" for job, phase in record.get("phases", {}).items())
+    subject = jobs or record.get("node") or "cluster"
+    return f"{paint(_clock(record['at']), 'dim')}  {subject}  {record['why']}"
+
+
+def _some(names: Sequence[str], shown_max: int = 8) -> str:
+    rest = len(names) - shown_max
+    return ", ".join(names[:shown_max]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _short(phase: str) -> str:
+    return "ok" if phase == "running" else phase.partition(":")[0]
+
+
+def _seconds(value: float) -> str:
+    if value < 1.0:
+        return f"{value * 1000:.0f} ms"
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Sorts n2 before n10, as people read them."""
+    parts: list[tuple[int, str]] = []
+    digits = text = ""
+    for character in name:
+        if character.isdigit():
+            digits += character
+            continue
+        if digits:
+            parts += [(0, text), (int(digits), "")]
+            digits = text = ""
+        text += character
+    return (*parts, (0, text), (int(digits or 0), ""))

@@ -1,0 +1,226 @@
+"""Strict JSON for frozen dataclasses: the one way in which records cross a process or reach a disk.
+
+Decoding refuses what the type does not say: an unknown key, a missing one without a default, a
+wrong type, a list that is too long. Nothing here executes what it reads (never pickle).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, Literal, TypeVar, Union
+
+from keepstep.errors import WireError
+
+T = TypeVar("T")
+
+ITEMS_MAX = 1_000_000
+"""No list or mapping in a record is longer: a hostile peer must not make us allocate for ever."""
+
+
+def to_plain(value: object) -> Any:
+    """A JSON-able picture of `value`; dataclasses become objects, tuples become lists."""
+    kind: Any = type(value)
+    if kind in _AS_IS:
+        return value
+    # Orders of large jobs hold thousands of small records: those go without a call per scalar.
+    if kind is tuple or kind is list:
+        items: Any = value
+        return [item if type(item) in _AS_IS else to_plain(item) for item in items]
+    if kind in _NAMES or dataclasses.is_dataclass(kind):
+        plain = {}
+        for name in _NAMES.get(kind) or _field_names(kind):
+            item = getattr(value, name)
+            plain[name] = item if type(item) in _AS_IS else to_plain(item)
+        return plain
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, frozenset):
+        return sorted(to_plain(item) for item in value)
+    assert isinstance(value, Mapping), f"{kind.__name__} has no wire form"
+    return {str(key): to_plain(item) for key, item in value.items()}
+
+
+_AS_IS = frozenset({type(None), bool, int, float, str})
+_NAMES: dict[type, tuple[str, ...]] = {}
+"""The fields of the dataclasses seen so far."""
+
+
+def from_plain(kind: type[T], plain: object) -> T:
+    """Build a `kind` from decoded JSON, or raise WireError with the path to what is wrong."""
+    reader: _Reader = _reader(typing.cast(Any, kind))
+    return typing.cast(T, reader(plain, kind.__name__))
+
+
+def dumps(plain: object) -> bytes:
+    """Canonical bytes: sorted keys and no spaces, so that equal records hash equally."""
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def loads(data: bytes | str) -> Any:
+    """Decode JSON; anything malformed is a WireError, never a crash."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not JSON: {error}") from error
+
+
+_Reader = Callable[[object, str], Any]
+
+
+@functools.cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+@functools.cache
+def _reader(kind: Any) -> _Reader:
+    """The function that reads one type. Cached: types are few and messages are many."""
+    if isinstance(kind, typing.NewType):
+        return _reader(kind.__supertype__)
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        return _one_of(frozenset(typing.get_args(kind)))
+    if origin in (Union, types.UnionType):
+        return _union(typing.get_args(kind))
+    if origin in (tuple, frozenset):
+        return _sequence(origin, typing.get_args(kind))
+    if origin in (dict, Mapping):
+        return _mapping(*typing.get_args(kind))
+    if kind in _SCALARS:
+        return _SCALARS[kind]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _enum(kind)
+    assert dataclasses.is_dataclass(kind), f"{kind} cannot be read from the wire"
+    return _dataclass(kind)
+
+
+def _dataclass(kind: Any) -> _Reader:
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    readers: dict[str, _Reader] = {}
+    required = {
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+
+    def read(plain: object, path: str) -> Any:
+        if not isinstance(plain, dict):
+            raise WireError(f"{path}: expected an object, got {type(plain).__name__}")
+        if not readers:
+            readers.update({name: _reader(hints[name]) for name in fields})
+        unknown = plain.keys() - fields.keys()
+        if unknown:
+            raise WireError(f"{path}: unknown key {min(unknown)!r}")
+        missing = required - plain.keys()
+        if missing:
+            raise WireError(f"{path}: missing key {min(missing)!r}")
+        return kind(**{k: readers[k](v, f"{path}.{k}") for k, v in plain.items()})
+
+    return read
+
+
+def _union(options: tuple[Any, ...]) -> _Reader:
+    plain_options = [o for o in options if o is not type(None)]
+    optional = len(plain_options) < len(options)
+
+    def read(plain: object, path: str) -> Any:
+        if plain is None and optional:
+            return None
+        problem: WireError | None = None
+        for option in plain_options:
+            try:
+                return _reader(option)(plain, path)
+            except WireError as error:
+                problem = error
+        raise problem or WireError(f"{path}: null is not allowed")
+
+    return read
+
+
+def _sequence(origin: Any, args: tuple[Any, ...]) -> _Reader:
+    def read(plain: object, path: str) -> Any:
+        if not isinstance(plain, list):
+            raise WireError(f"{path}: expected a list, got {type(plain).__name__}")
+        if len(plain) > ITEMS_MAX:
+            raise WireError(f"{path}: {len(plain)} items, at most {ITEMS_MAX}")
+        if origin is tuple and (len(args) != 2 or args[1] is not Ellipsis):
+            if len(plain) != len(args):
+                raise WireError(f"{path}: expected {len(args)} items, got {len(plain)}")
+            return tuple(_reader(a)(p, path) for a, p in zip(args, plain, strict=True))
+        item = _reader(args[0])
+        return origin(item(p, path) for p in plain)
+
+    return read
+
+
+def _mapping(key: Any, value: Any) -> _Reader:
+    def read(plain: object, path: str) -> Any:
+        if not isinstance(plain, dict):
+            raise WireError(f"{path}: expected an object, got {type(plain).__name__}")
+        if len(plain) > ITEMS_MAX:
+            raise WireError(f"{path}: {len(plain)} items, at most {ITEMS_MAX}")
+        item = _reader(value)
+        key_reader = _key_reader(key)
+        return {key_reader(k, path): item(v, f"{path}.{k}") for k, v in plain.items()}
+
+    return read
+
+
+def _key_reader(key: Any) -> _Reader:
+    """JSON keys are strings; mappings keyed by a rank read them back as numbers."""
+    while isinstance(key, typing.NewType):
+        key = key.__supertype__
+    if key is not int:
+        return _reader(key)
+
+    def read(plain: object, path: str) -> Any:
+        try:
+            return int(str(plain))
+        except ValueError:
+            raise WireError(f"{path}: key {plain!r} is not a number") from None
+
+    return read
+
+
+def _enum(kind: Any) -> _Reader:
+    def read(plain: object, path: str) -> Any:
+        try:
+            return kind(plain)
+        except ValueError:
+            raise WireError(f"{path}: {plain!r} is not a {kind.__name__}") from None
+
+    return read
+
+
+def _one_of(allowed: frozenset[object]) -> _Reader:
+    def read(plain: object, path: str) -> Any:
+        if not isinstance(plain, str | int) or plain not in allowed:
+            raise WireError(f"{path}: {plain!r} is not one of {sorted(map(str, allowed))}")
+        return plain
+
+    return read
+
+
+def _exactly(*kinds: type) -> _Reader:
+    def read(plain: object, path: str) -> Any:
+        # bool is an int in Python, but a flag is no number on the wire.
+        if not isinstance(plain, kinds) or (isinstance(plain, bool) and bool not in kinds):
+            raise WireError(f"{path}: expected {kinds[0].__name__}, got {type(plain).__name__}")
+        return kinds[0](plain)
+
+    return read
+
+
+_SCALARS: dict[Any, _Reader] = {
+    str: _exactly(str),
+    int: _exactly(int),
+    float: _exactly(float, int),
+    bool: _exactly(bool),
+}

@@ -1,0 +1,223 @@
+"""One config object per process, read once: defaults, then a TOML file, then KEEPSTEP_* variables.
+
+    [orchestrator]                     KEEPSTEP_ORCHESTRATOR_SILENT_SECONDS_MAX=5
+    silent_seconds_max = 5.0
+
+Each process reads its own section. A key that nobody knows is refused, with the nearest one that
+is known; timeouts that only make sense together are checked together, here, so that a bad pair is
+found when a process starts and not when a node dies. `python -m keepstep.config` prints every
+setting with its default and its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import os
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from keepstep.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorConfig:
+    """Settings of the orchestrator."""
+
+    SECTION: ClassVar[str] = "orchestrator"
+
+    silent_seconds_max: float = 3.5
+    """A node that says nothing for this long is lost, unless a running job's policy asks for less.
+    Seven heartbeats: a loaded machine misses a few, and 5 s is what detection may take in all."""
+    pulse_seconds: float = 0.5
+    """Our own heartbeat to each agent. As often as theirs, for the same reason."""
+    tick_seconds: float = 0.5
+    """How often budgets are looked at while nothing is going on."""
+    tick_busy_seconds: float = 0.1
+    """The longest time between two looks while some budget is running. The brain says when its
+    next deadline is, so a look is on time; this is the net below that."""
+    late_seconds_max: float = 0.5
+    """If our own loop was late by more, every node's deadline moves back by as much: a starved
+    orchestrator must suspect itself before it suspects the cluster."""
+    hello_seconds_max: float = 5.0
+    """A connection that has not said who it is by then is closed."""
+    journal_synchronous: str = "full"
+    """full: an order leaves only after its step is on the platter (0.2 ms on an idle disk, 10 ms
+    at p95 on a starved machine). normal: survives a killed orchestrator but not a power cut, which
+    is enough where the cluster is this one machine: `keepstep run` on its own chooses it."""
+    snapshot_entries: int = 1000
+    """Journal entries between two snapshots: a restart replays at most about this many."""
+    batch_events_max: int = 256
+    """Events that share one write to the journal when many wait; one alone is handled at once."""
+    inbox_events_max: int = 20_000
+    """Events that may wait for the brain; beyond it the agents' streams are read more slowly.
+    Room for one from every agent of the largest cluster."""
+    outbox_messages_max: int = 1000
+    """Messages that may wait for one agent; one that falls further behind is dropped, reconnects,
+    and is told again what it needs."""
+    connections_max: int = 16_384
+    """Open connections: 12,500 agents and some operators. Beyond it a client is told to wait."""
+    history_entries_max: int = 1000
+    """Recent decisions kept in memory for a client of /v1/events that reconnects."""
+
+    def __post_init__(self) -> None:
+        _need(self.journal_synchronous in ("full", "normal"), "journal_synchronous: full or normal")
+        _ordered(self, "tick_busy_seconds", "tick_seconds")
+        _ordered(self, "late_seconds_max", "silent_seconds_max")
+        _need(
+            3 * self.pulse_seconds <= self.silent_seconds_max,
+            f"pulse_seconds ({self.pulse_seconds}) must fit three times into silent_seconds_max "
+            f"({self.silent_seconds_max}): one lost message must not look like a lost node",
+        )
+        _positive(self)
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherConfig:
+    """Settings of `keepstep run`, which starts and supervises the other processes."""
+
+    SECTION: ClassVar[str] = "launcher"
+
+    ready_seconds_max: float = 30.0
+    """From the start of an orchestrator or agent to its first answer, on a loaded machine."""
+    restart_seconds_min: float = 0.05
+    """The wait before the second restart in a row; the first is at once. Doubled each time."""
+    restart_seconds_max: float = 5.0
+    """The longest wait between two restarts of a child that keeps dying."""
+    restarts_max: int = 50
+    """Restarts within one minute after which the launcher gives up on a child and says so."""
+    stop_seconds_max: float = 10.0
+    """How long a child may take to leave after SIGTERM before it is killed."""
+    unreachable_seconds_max: float = 60.0
+    """How long the orchestrator may not answer while a job is waited for."""
+    follow_seconds: float = 0.25
+    """How often the launcher asks for the job's state."""
+
+    def __post_init__(self) -> None:
+        _positive(self)
+        _ordered(self, "restart_seconds_min", "restart_seconds_max")
+        _ordered(self, "restart_seconds_max", "ready_seconds_max")
+        _ordered(self, "follow_seconds", "unreachable_seconds_max")
+
+
+C = TypeVar("C", OrchestratorConfig, LauncherConfig)
+SECTIONS: tuple[type[Any], ...] = (OrchestratorConfig, LauncherConfig)
+OTHER_SECTIONS = ("agent",)
+"""Sections that other processes read from the same file; not ours to judge."""
+
+
+def load(kind: type[C], path: Path | None, environ: Mapping[str, str]) -> C:
+    """The settings of one process. Raises ConfigError, which says the fix."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        values.update(_from_file(kind, path))
+    values.update(_from_environ(kind, environ))
+    return kind(**values)
+
+
+def _from_file(kind: type[C], path: Path) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; check --config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    known = [section.SECTION for section in SECTIONS] + list(OTHER_SECTIONS)
+    for section in document:
+        if section not in known:
+            raise ConfigError(f"{path}: unknown section [{section}]; {_nearest(section, known)}")
+    table = document.get(kind.SECTION, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {kind.SECTION} is a section: write [{kind.SECTION}]")
+    return {key: _checked(kind, key, value, str(path)) for key, value in table.items()}
+
+
+def _from_environ(kind: type[C], environ: Mapping[str, str]) -> dict[str, Any]:
+    prefix = f"KEEPSTEP_{kind.SECTION.upper()}_"
+    found: dict[str, Any] = {}
+    for name, text in environ.items():
+        if name.startswith(prefix):
+            key = name.removeprefix(prefix).lower()
+            found[key] = _checked(kind, key, text, name)
+    return found
+
+
+def _checked(kind: type[Any], key: str, value: object, where: str) -> object:
+    """The value in its field's type. Text from the environment is read as the field's type."""
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    if key not in fields:
+        raise ConfigError(f"{where}: unknown setting {key!r}; {_nearest(key, list(fields))}")
+    wanted = str(fields[key])
+    readers: dict[str, Callable[[str], object]] = {"int": int, "float": float, "str": str}
+    if isinstance(value, str):
+        try:
+            return readers[wanted](value)
+        except ValueError:
+            raise ConfigError(f"{where}: {key} is {value!r}; give a number ({wanted})") from None
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and wanted != "str"
+    if not fits or (wanted == "int" and isinstance(value, float)):
+        raise ConfigError(f"{where}: {key} is {value!r}; give {wanted}")
+    return readers[wanted](str(value))
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(sorted(known))}"
+
+
+def _need(holds: bool, fix: str) -> None:
+    if not holds:
+        raise ConfigError(fix)
+
+
+def _positive(config: object) -> None:
+    assert dataclasses.is_dataclass(config)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, int | float):
+            _need(value > 0, f"{field.name} is {value}; it must be above zero")
+
+
+def _ordered(config: object, smaller: str, larger: str) -> None:
+    low, high = getattr(config, smaller), getattr(config, larger)
+    _need(low <= high, f"{smaller} ({low}) must not be above {larger} ({high})")
+
+
+def explanations(kind: type[Any]) -> dict[str, str]:
+    """Each field's reason, read from the text under it in this file."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, text in zip(definition.body, definition.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        ):
+            found[field.target.id] = " ".join(str(text.value.value).split())
+    return found
+
+
+def explain() -> str:
+    """Every setting as a commented TOML file."""
+    lines: list[str] = []
+    for kind in SECTIONS:
+        reasons = explanations(kind)
+        lines += [f"# {kind.__doc__}", f"[{kind.SECTION}]", ""]
+        for field in dataclasses.fields(kind):
+            lines += [f"# {line}" for line in textwrap.wrap(reasons[field.name], 96)]
+            value = f'"{field.default}"' if isinstance(field.default, str) else field.default
+            lines += [f"{field.name} = {value}", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(explain() + os.linesep)

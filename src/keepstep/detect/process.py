@@ -1,0 +1,55 @@
+"""Is a process alive, stopped or gone: what the kernel says, without the process's help.
+
+A pid alone names nobody: pids are used again. A process is its pid together with its start time
+(field 22 of /proc/<pid>/stat, in clock ticks since boot), and every signal is sent only after both
+were compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReading:
+    """One look at /proc/<pid>/stat."""
+
+    pid: int
+    start: int
+    """Ticks since boot: with the pid, the process's name for good."""
+    state: str
+    """The kernel's letter: R, S, D, T, t, Z, X."""
+
+
+class Life(StrEnum):
+    """What a reading means for the process that was expected under its pid."""
+
+    ALIVE = "alive"
+    STOPPED = "stopped"
+    """By SIGSTOP or a debugger: it does nothing, and says nothing either."""
+    GONE = "gone"
+
+
+def probe(pid: int) -> ProcessReading | None:
+    """Read the process under this pid, if there is one."""
+    try:
+        raw = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The command name is in parentheses and may hold spaces and parentheses itself.
+    fields = raw[raw.rfind(")") + 2 :].split()
+    return ProcessReading(pid=pid, start=int(fields[19]), state=fields[0])
+
+
+def judge(reading: ProcessReading | None, start: int) -> Life:
+    """Whether the process that started at `start` lives. A zombie does not."""
+    if reading is None or reading.start != start or reading.state in ("Z", "X", "x"):
+        return Life.GONE
+    return Life.STOPPED if reading.state in ("T", "t") else Life.ALIVE
+
+
+def life(pid: int, start: int) -> Life:
+    """Probe and judge in one go."""
+    return judge(probe(pid), start)

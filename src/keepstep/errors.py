@@ -1,0 +1,56 @@
+"""The exception tree, and the three kinds of wrong.
+
+    KeepstepError
+      ConfigError              the user's mistake; the message says the fix
+      Transient                expected trouble; try again after retry_after_seconds
+        Unreachable            the other side did not answer
+      Permanent                expected trouble that another try does not mend
+        Deposed                a journal or an agent refused an older term
+        Fenced                 an older generation was refused
+        WireError              a message that this version cannot accept
+        NoHome                 some state has no home left
+
+A bug of ours is an `assert`, left on.
+"""
+
+from __future__ import annotations
+
+
+class KeepstepError(Exception):
+    """The root: whatever Keepstep raises on purpose."""
+
+
+class ConfigError(KeepstepError):
+    """The user's mistake. The message says what to change."""
+
+
+class Transient(KeepstepError):
+    """Expected trouble that passes."""
+
+    def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Unreachable(Transient):
+    """The other side did not answer in time."""
+
+
+class Permanent(KeepstepError):
+    """Expected trouble that another try does not mend."""
+
+
+class Deposed(Permanent):
+    """A higher term has been seen: this leader must stop acting."""
+
+
+class Fenced(Permanent):
+    """A higher generation has been seen: this worker must stop acting."""
+
+
+class WireError(Permanent):
+    """A message that does not fit its type, its version or its bounds."""
+
+
+class NoHome(Permanent):
+    """State that no reachable process or memory holds any more."""

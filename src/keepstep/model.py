@@ -1,0 +1,181 @@
+"""The nouns: what a job, a node, a seat and a roster are. Frozen, standard library only.
+
+The glossary in docs/concepts.md says what each word means; this file says what each thing holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+JobId = NewType("JobId", str)
+NodeId = NewType("NodeId", str)
+Rank = NewType("Rank", int)
+Generation = NewType("Generation", int)
+Term = NewType("Term", int)
+OrderId = NewType("OrderId", str)
+IncidentId = NewType("IncidentId", str)
+MigrationId = NewType("MigrationId", str)
+
+EXIT_REQUEUE = 75
+"""What a job ends with after a just-in-time checkpoint: run it again and it goes on there."""
+
+
+class Phase(StrEnum):
+    """The stages of a migration, in the order of the happy path."""
+
+    ALLOCATE = "allocate"
+    QUIESCE = "quiesce"
+    REFORM = "reform"
+    TRANSFER = "transfer"
+    VERIFY = "verify"
+    RESUME = "resume"
+    DONE = "done"
+    HOLD = "hold"
+    SAVE = "save"
+    FALLBACK = "fallback"
+    STOPPED = "stopped"
+
+
+class Sign(StrEnum):
+    """What an observation says happened."""
+
+    EXIT = "exit"
+    """The process is gone: a signal, or an exit code without a Python traceback."""
+    EXCEPTION = "exception"
+    """User code raised. `detail` holds the traceback."""
+    FINISHED = "finished"
+    """The worker ended its script in good order."""
+    HANG = "hang"
+    """The worker is known to hang (a health program or an operator says so)."""
+    BROKEN = "broken"
+    """A collective failed under a living worker: evidence that somebody else is gone."""
+    STORE_LOST = "store_lost"
+    """The process that hosts the generation's store is gone."""
+
+
+class JobState(StrEnum):
+    """Where a job is in its life."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    MIGRATING = "migrating"
+    HELD = "held"
+    FINISHED = "finished"
+    SAVED = "saved"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def over(self) -> bool:
+        return self in (JobState.FINISHED, JobState.SAVED, JobState.FAILED, JobState.STOPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a job's owner may decide about faults. Seconds, each with its reason."""
+
+    hold_seconds_max: float = 600.0
+    """How long survivors wait for a spare before they save and leave: a reboot fits in."""
+    silent_seconds_max: float = 3.5
+    """A node that says nothing for this long is taken for lost; heartbeats come every 0.5 s."""
+    restart_grace_seconds: float = 1.5
+    """A closed agent stream beside a broken collective: an agent restart fits in this time."""
+    hang_seconds_min: float = 4.0
+    """No worker is called hung before this, however short its steps."""
+    hang_steps: float = 4.0
+    """Nor before this many median steps. With the settling time: decided within 5 s or 5 steps."""
+    hang_settle_seconds: float = 0.4
+    """How long the brain collects the nodes' stall reports before it names a laggard."""
+    startup_seconds_max: float = 600.0
+    """From the start of a worker to its first step: imports, data, compilation."""
+    quiesce_seconds_max: float = 30.0
+    """A survivor that has not left its step by then is replaced too."""
+    reform_seconds_max: float = 30.0
+    """For re-forming, transfer and verification together, beside the bytes to move."""
+    transfer_bytes_per_second_min: float = 50e6
+    """The slowest link that the transfer budget allows for."""
+    transfer_attempts_max: int = 3
+    """How many sources are tried before state counts as lost."""
+    recoveries_max: int = 16
+    """Generations one incident may burn: a recovery that never ends is a fault of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What was asked for: the command line of `keepstep run`, settled."""
+
+    job: JobId
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    """True for `-m package.module`."""
+    nodes: int = 1
+    """How many nodes hold active ranks."""
+    ranks_per_node: int = 1
+    spares: int = 0
+    """Standbys to keep warm, over all nodes."""
+    priority: int = 0
+    standby_level: int = 1
+    preload: tuple[str, ...] = ()
+    """Modules that the preload server imports before it forks, beside torch."""
+    environment: dict[str, str] = field(default_factory=dict)
+    directory: str = "."
+    """Working directory of the workers."""
+    log_directory: str = ""
+    state_directory: str = ""
+    """Where steps.jsonl and just-in-time checkpoints go; on shared storage for many nodes."""
+    tee: bool = True
+    policy: Policy = field(default_factory=Policy)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place: which slot of which node, and the how-manieth worker on this rank."""
+
+    rank: Rank
+    node: NodeId
+    slot: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where something listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Who is which rank in one generation."""
+
+    job: JobId
+    generation: Generation
+    secret: str
+    """New with each generation: the old side cannot meet the new one."""
+    store_node: NodeId
+    """The node whose store process serves this generation's rendezvous."""
+    mirror_stride: int
+    """Rank r's private state has its second home with rank (r + stride) mod world size."""
+    seats: tuple[Seat, ...]
+    """Indexed by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """State for one rank: who receives, from whom. Stripes go over all the sources."""
+
+    target: Rank
+    sources: tuple[Rank, ...]
+    wave: int = 0
+    """Waves run one after another, so that the last home of a tensor is never overwritten."""
+    staged: bool = False
+    """Receive beside the old state and replace it only once verified."""

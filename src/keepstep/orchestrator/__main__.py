@@ -1,0 +1,123 @@
+"""The orchestrator's process: `python -m keepstep.orchestrator --journal … --token-file …`.
+
+It prints nothing but its log. It ends with 0 when told to leave, with 3 when another leader has
+taken over (do not restart it then), and with 2 when it was started wrongly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from keepstep import codec
+from keepstep.clock import RealClock
+from keepstep.config import OrchestratorConfig, load
+from keepstep.errors import ConfigError, Deposed
+from keepstep.orchestrator.api import Api
+from keepstep.orchestrator.http import HttpServer
+from keepstep.orchestrator.journal import SqliteJournal
+from keepstep.orchestrator.run import Orchestrator
+
+EXIT_USAGE = 2
+EXIT_DEPOSED = 3
+
+
+def main(arguments: list[str] | None = None) -> int:
+    asked = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        config = load(OrchestratorConfig, asked.config, os.environ)
+        token = _token(asked.token_file)
+        return asyncio.run(_lead(asked, config, token))
+    except ConfigError as error:
+        print(f"keepstep orchestrator: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except Deposed as error:
+        print(f"keepstep orchestrator: {error}", file=sys.stderr)
+        return EXIT_DEPOSED
+
+
+async def _lead(asked: argparse.Namespace, config: OrchestratorConfig, token: str) -> int:
+    journal = SqliteJournal(asked.journal, synchronous=config.journal_synchronous)
+    orchestrator = Orchestrator(journal, config, RealClock(), token, log)
+    server = HttpServer(
+        Api(orchestrator, journal, token).handle, connections_max=config.connections_max
+    )
+    host, wanted = _host_and_port(asked.listen)
+    port = await _listen(server, host, wanted, asked.port_file)
+    log("listening", host=host, port=port, term=orchestrator.term)
+    leading = asyncio.create_task(orchestrator.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leading.cancel)
+    try:
+        await leading
+    except asyncio.CancelledError:
+        log("leaving", why="asked to by a signal")
+    finally:
+        await server.close()
+        journal.close()
+    return 0
+
+
+async def _listen(server: HttpServer, host: str, wanted: int, port_file: Path | None) -> int:
+    """Any free port means: the one we had before, if it is still free, for the agents know it."""
+    port = 0
+    if wanted == 0 and port_file is not None and port_file.exists():
+        before = port_file.read_text(encoding="utf-8").strip()
+        try:
+            port = await server.listen(host, int(before))
+        except (OSError, ValueError) as error:
+            log("port.lost", port=before, why=str(error))
+    if not port:
+        try:
+            port = await server.listen(host, wanted)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{wanted}: {error.strerror}") from error
+    if port_file is not None:
+        fresh = port_file.with_suffix(".new")
+        fresh.write_text(f"{port}\n", encoding="utf-8")
+        fresh.replace(port_file)
+    return port
+
+
+def log(event: str, **facts: object) -> None:
+    """One line per event: its name, then what is known about it, as JSON."""
+    facts = {name: value for name, value in facts.items() if value not in (None, "", [], {})}
+    logging.getLogger("keepstep.orchestrator").info("%s %s", event, codec.dumps(facts).decode())
+
+
+def _token(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the token file {path}: {error.strerror}") from error
+    if len(token) < 16:
+        raise ConfigError(f"the token in {path} is too short; write at least 16 random characters")
+    return token
+
+
+def _host_and_port(listen: str) -> tuple[str, int]:
+    host, colon, port = listen.rpartition(":")
+    if not colon or not port.isdigit():
+        raise ConfigError(f"--listen is {listen!r}; give HOST:PORT, with port 0 for any free one")
+    return host.strip("[]"), int(port)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m keepstep.orchestrator")
+    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
+    parser.add_argument("--journal", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--token-file", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--port-file", type=Path, metavar="FILE", help="written once we listen")
+    parser.add_argument("--config", type=Path, metavar="TOML")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""HTTP for agents and operators: which path means what. Reading shows the brain's own view.
+
+    POST /v1/agent                 upgrade to an agent's framed stream
+    GET  /v1/cluster               everything: jobs, nodes, incidents, pulses
+    GET  /v1/jobs                  GET /v1/jobs/{job}            GET /v1/nodes
+    GET  /v1/incidents             GET /v1/incidents/{id}
+    GET  /v1/jobs/{job}/journal    the job's hash chain, one link per line
+    POST /v1/jobs                  submit a JobSpec; the same one again changes nothing
+    POST /v1/jobs/{job}/stop       {"save": true} writes a checkpoint of the boundary first
+    GET  /v1/events                server-sent events: each decision and its reason
+    GET  /healthz                  no token needed
+
+Everything but /healthz and the agents' stream (whose Hello carries the token) needs
+`Authorization: Bearer <token>`. Errors are {"error": what is wrong, "fix": what to do}.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+from keepstep import codec
+from keepstep.errors import KeepstepError, WireError
+from keepstep.model import JobId, JobSpec
+from keepstep.orchestrator import events, view
+from keepstep.orchestrator.http import (
+    BadRequest,
+    Reply,
+    Request,
+    Streamed,
+    Upgraded,
+    error_response,
+    json_response,
+)
+from keepstep.orchestrator.journal import Journal, json_lines
+from keepstep.orchestrator.run import Orchestrator
+
+PROTOCOL = "keepstep-stream"
+JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""A job's name becomes part of paths and of URLs."""
+
+
+class Api:
+    """The paths of one orchestrator."""
+
+    def __init__(self, orchestrator: Orchestrator, journal: Journal, token: str) -> None:
+        self._orchestrator = orchestrator
+        self._journal = journal
+        self._token = token
+
+    async def handle(self, request: Request) -> Reply:
+        parts = tuple(part for part in request.path.split("/") if part)
+        if parts == ("healthz",):
+            return json_response({"status": "leading", "term": self._orchestrator.term})
+        if parts == ("v1", "agent"):
+            return self._agent(request)
+        if not self._authorized(request):
+            return error_response(
+                401, "no token, or a wrong one", "send Authorization: Bearer <the cluster's token>"
+            )
+        if parts[:1] != ("v1",):
+            return _not_found(request)
+        try:
+            if request.method == "GET":
+                return self._get(request, parts[1:])
+            if request.method == "POST":
+                return await self._post(request, parts[1:])
+        except WireError as error:
+            raise BadRequest(400, str(error), "see the JobSpec in keepstep/model.py") from error
+        except KeepstepError as error:
+            if isinstance(error, BadRequest):
+                raise
+            raise BadRequest(503, str(error), "ask the orchestrator that leads now") from error
+        return error_response(405, f"{request.method} is not served", "use GET or POST")
+
+    def _authorized(self, request: Request) -> bool:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(
+            token.strip().encode(), self._token.encode()
+        )
+
+    def _agent(self, request: Request) -> Reply:
+        if request.method != "POST" or "upgrade" not in request.headers:
+            return error_response(
+                426, "this path is the agents' stream", f"POST with Upgrade: {PROTOCOL}"
+            )
+        return Upgraded(PROTOCOL, self._orchestrator.serve_agent)
+
+    def _get(self, request: Request, parts: tuple[str, ...]) -> Reply:
+        if parts == ("events",):
+            last = request.headers.get("last-event-id") or request.query.get("after", "")
+            return Streamed(self._events(last), "text/event-stream")
+        if len(parts) == 3 and parts[0] == "jobs" and parts[2] == "journal":
+            self._known_job(parts[1])
+            return Streamed(self._export(parts[1]), "application/jsonl")
+        if len(parts) == 2 and parts[0] == "jobs":
+            # The launcher's own question: not the whole cluster's work.
+            self._known_job(parts[1])
+            return json_response(view.job_view(self._orchestrator.cluster.jobs[JobId(parts[1])]))
+        picture = self._orchestrator.picture()
+        match parts:
+            case ("cluster",):
+                return json_response(picture)
+            case ("jobs" | "nodes" | "incidents" as what,):
+                return json_response({what: picture[what]})
+            case ("nodes" | "incidents" as what, name):
+                return _one(picture[what], what, name)
+            case _:
+                return _not_found(request)
+
+    async def _post(self, request: Request, parts: tuple[str, ...]) -> Reply:
+        match parts:
+            case ("jobs",):
+                return await self._submit(request)
+            case ("jobs", job, "stop"):
+                return await self._stop(request, job)
+            case _:
+                return _not_found(request)
+
+    async def _submit(self, request: Request) -> Reply:
+        spec = codec.from_plain(JobSpec, request.json())
+        if not JOB_NAME.fullmatch(spec.job):
+            raise BadRequest(
+                400,
+                f"{spec.job[:80]!r} cannot be a job's name",
+                "use up to 64 letters, digits, dots, dashes and underscores",
+            )
+        known = self._orchestrator.cluster.jobs.get(spec.job)
+        if known is not None and not known.state.over and known.spec != spec:
+            raise BadRequest(
+                409,
+                f"job {spec.job} is already there with another specification",
+                "give the new job another name (--job)",
+            )
+        decision = await self._orchestrator.decide(events.Submitted(spec))
+        return json_response({"job": spec.job, "why": decision.why, "new": decision.changed})
+
+    async def _stop(self, request: Request, job: str) -> Reply:
+        self._known_job(job)
+        body = request.json()
+        if not isinstance(body, dict) or not isinstance(body.get("save", False), bool):
+            raise BadRequest(400, "save is true or false", 'send {"save": true}')
+        why = str(body.get("why") or "an operator asked for it")
+        event = events.StopAsked(JobId(job), why, save=body.get("save", False))
+        decision = await self._orchestrator.decide(event)
+        return json_response({"job": job, "why": decision.why})
+
+    def _known_job(self, job: str) -> None:
+        if JobId(job) not in self._orchestrator.cluster.jobs:
+            raise BadRequest(404, f"no job is called {job}", "see GET /v1/jobs")
+
+    async def _events(self, last: str) -> AsyncIterator[bytes]:
+        # Without a place to go on from, a client gets what comes from now on.
+        newest = self._orchestrator.history[-1]["seq"] if self._orchestrator.history else 0
+        after = int(last) if last.isdigit() else newest
+        yield b": connected\n\n"
+        async for record in self._orchestrator.told(after):
+            if record is None:
+                yield b": alive\n\n"
+            else:
+                yield b"id: %d\ndata: %s\n\n" % (record["seq"], codec.dumps(record))
+
+    async def _export(self, job: str) -> AsyncIterator[bytes]:
+        for line in json_lines(self._journal.export(job)):
+            yield line.encode()
+
+
+def _one(found: Any, what: str, name: str) -> Reply:
+    """One of a view's records, by its name."""
+    if isinstance(found, dict):
+        record = found.get(name)
+    else:
+        record = next((item for item in found if item["id"] == name), None)
+    if record is None:
+        return error_response(404, f"{what} has no {name}", f"see GET /v1/{what}")
+    return json_response(record)
+
+
+def _not_found(request: Request) -> Reply:
+    return error_response(
+        404, f"nothing is served at {request.path}", "see the list in keepstep/orchestrator/api.py"
+    )

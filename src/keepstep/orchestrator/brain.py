@@ -1,0 +1,421 @@
+"""The single entry to the brain: `step(cluster, event, now) -> Decision`.
+
+No I/O, no clock, no chance: the same events in the same order give the same state, orders and
+reasons. The cluster that goes in is owned by the step and must not be used again; the one in the
+Decision takes its place. An event that changes nothing has `changed=False` and need not be
+journaled: replaying without it gives the same state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from keepstep import sabotage
+from keepstep.model import JobId, JobState, NodeId, Phase, Rank, Sign
+from keepstep.orchestrator import (
+    incidents,
+    launch,
+    migration,
+    nodes,
+    policy,
+    spares,
+)
+from keepstep.orchestrator.events import (
+    Event,
+    LinkLost,
+    NodeSilent,
+    StopAsked,
+    Submitted,
+    TermBegan,
+    Tick,
+)
+from keepstep.orchestrator.state import Cause, Cluster, Job, slot_key
+from keepstep.orchestrator.turn import Note, Turn
+from keepstep.wire import (
+    Hello,
+    Observed,
+    Order,
+    PhaseReport,
+    Publish,
+    Published,
+    SeatReport,
+    Stalled,
+    StandbyReport,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What an event led to: the new state, what to tell whom, and why."""
+
+    cluster: Cluster
+    orders: tuple[Order, ...]
+    answers: tuple[tuple[NodeId, Published], ...]
+    notes: tuple[Note, ...]
+    """One per transition, with the job and the incident it belongs to."""
+    why: str
+    """The notes in one line, or why the event was ignored."""
+    changed: bool
+    """False: the state is what it was, and the event need not be journaled."""
+
+
+def step(cluster: Cluster, event: Event, now: float) -> Decision:
+    """Take one event into account."""
+    turn = Turn(cluster, now)
+    _dispatch(turn, event)
+    if isinstance(event, Hello | StandbyReport | Tick | Submitted):
+        _use_room(turn)
+    changed = turn.touched or bool(turn.orders)
+    why = "; ".join(note.why for note in turn.notes) or turn.ignored
+    return Decision(
+        turn.cluster,
+        tuple(turn.orders),
+        tuple(turn.answers),
+        tuple(turn.notes),
+        why,
+        changed,
+    )
+
+
+def due(cluster: Cluster) -> float | None:
+    """When the next Tick would matter at the latest; None while nothing waits for time.
+
+    Ticks at other moments do no harm: this lets a loop be punctual without ticking fast.
+    """
+    moments: list[float] = []
+    for name in cluster.open_jobs:
+        job = cluster.jobs[name]
+        moments += job.missing.values()
+        if job.migration is not None:
+            moments.append(migration.deadline(job))
+            if job.migration.phase is Phase.ALLOCATE:
+                moments.append(job.migration.settle_until)
+        if job.broken_at >= 0:
+            moments.append(job.broken_at + policy.BROKEN_SECONDS_MAX)
+        if job.stalls_at >= 0:
+            moments.append(job.stalls_at + job.spec.policy.hang_settle_seconds)
+    moments += (since + nodes.SILENT_SETTLE_SECONDS for since in cluster.doubtful.values())
+    return min(moments, default=None)
+
+
+def _dispatch(turn: Turn, event: Event) -> None:
+    match event:
+        case Hello():
+            nodes.hello(turn, event)
+        case Observed() | Stalled() | PhaseReport() | StandbyReport():
+            job = _sender_and_job(turn, event.node, event.job)
+            if job is not None:
+                _message(turn, job, event)
+        case Publish():
+            _publish(turn, event)
+        case Submitted():
+            _submitted(turn, event)
+        case StopAsked():
+            _stop_asked(turn, event)
+        case NodeSilent():
+            nodes.silent(turn, event.node)
+        case LinkLost():
+            nodes.link_lost(turn, event.node)
+        case TermBegan():
+            turn.cluster.term = event.term
+            turn.note(f"term {event.term} began")
+            nodes.term_began(turn)
+        case Tick():
+            _tick(turn)
+        case _:
+            assert_never(event)
+
+
+def _message(turn: Turn, job: Job, event: Observed | Stalled | PhaseReport | StandbyReport) -> None:
+    match event:
+        case Observed():
+            _observed(turn, job, event)
+        case Stalled():
+            _stalled(turn, job, event)
+        case PhaseReport():
+            migration.step(turn, job, event)
+        case StandbyReport():
+            _standby(turn, job, event)
+        case _:
+            assert_never(event)
+
+
+def _sender_and_job(turn: Turn, node: NodeId, name: JobId) -> Job | None:
+    """The job that a node speaks of, if both are known and in play."""
+    state = turn.cluster.nodes.get(node)
+    if state is None or not state.alive:
+        turn.ignore(f"message from {node} ignored: it has to say hello first")
+        return None
+    nodes.heard(turn, state)
+    job = turn.cluster.jobs.get(name)
+    if job is None or job.state.over or job.roster is None:
+        turn.ignore(f"message about {name} from {node} ignored: that job does not run")
+        return None
+    return job
+
+
+# ---------------------------------------------------------------- observations
+
+
+def _observed(turn: Turn, job: Job, event: Observed) -> None:
+    match event.sign:
+        case Sign.BROKEN:
+            _broken(turn, job, event)
+        case Sign.STORE_LOST:
+            _store_lost(turn, job, event)
+        case Sign.EXIT | Sign.EXCEPTION | Sign.FINISHED:
+            _ended(turn, job, event)
+        case Sign.HANG:
+            why = incidents.stale(job, event)
+            if why or event.rank in job.finished:
+                turn.ignore(why or f"hang of rank {event.rank} ignored: it has finished")
+                return
+            what = f"rank {event.rank} on {event.node} hangs: {event.detail}"
+            fault = incidents.Fault((incidents.cause_of(event),), what, kill=(event.rank,))
+            migration.step(turn, job, fault)
+        case _:
+            assert_never(event.sign)
+
+
+def _ended(turn: Turn, job: Job, event: Observed) -> None:
+    """A worker ended: on its own, by our hand, or in good order."""
+    stale = incidents.stale(job, event)
+    if stale:
+        if not _bury(turn, event):
+            turn.ignore(stale)
+        return
+    if event.rank in job.finished:
+        turn.ignore(f"{event.sign} of rank {event.rank} ignored: it has finished")
+        return
+    job.missing.pop(event.rank, None)
+    moving = job.migration
+    if moving is not None and event.rank in moving.fences:
+        migration.fenced(turn, job, event.rank)
+    elif event.sign is Sign.FINISHED and (moving is None or moving.phase is Phase.RESUME):
+        _finished(turn, job, event)
+    else:
+        _died(turn, job, incidents.cause_of(event))
+
+
+def _bury(turn: Turn, event: Observed) -> bool:
+    """An old incarnation is dead at last: its slot is free."""
+    for slot, user in turn.cluster.nodes[event.node].uses.items():
+        mine = (user.job, user.rank, user.incarnation)
+        if user.fenced and mine == (event.job, event.rank, event.incarnation):
+            spares.release(turn.cluster, event.node, slot)
+            turn.note(
+                f"incarnation {event.incarnation} of rank {event.rank} on {event.node} is dead: "
+                f"slot {slot} is free"
+            )
+            return True
+    return False
+
+
+def _finished(turn: Turn, job: Job, event: Observed) -> None:
+    assert job.roster is not None
+    seat = job.roster.seats[event.rank]
+    job.finished[event.rank] = event.incarnation
+    job.step = max(job.step, event.step)
+    spares.release(turn.cluster, seat.node, seat.slot)
+    turn.touched = True
+    if len(job.finished) == len(job.roster.seats):
+        launch.finish(turn, job, JobState.FINISHED, 0, f"all {len(job.finished)} ranks finished")
+    elif job.migration is not None:
+        # With no step left to make, leaving in good order is the sign that the resume worked.
+        seat_report = SeatReport(event.rank, step=event.step)
+        report = PhaseReport(event.node, job.spec.job, job.generation, Phase.RESUME, (seat_report,))
+        migration.step(turn, job, report)
+
+
+def _died(turn: Turn, job: Job, cause: Cause) -> None:
+    if cause.sign is Sign.FINISHED:
+        why = f"rank {cause.rank} on {cause.node} had finished before the others came back"
+        migration.step(turn, job, incidents.Fault((cause,), why, dead=(cause.rank,)))
+        return
+    judgement = policy.respond(job, cause)
+    if judgement.response is policy.Response.STOP:
+        first = job.exception if cause.sign is Sign.EXCEPTION else None
+        job.detail = (first or cause).detail or judgement.why
+        turn.note(incidents.died(job, cause).why, job)
+        launch.finish(turn, job, JobState.FAILED, 1, judgement.why)
+        return
+    if cause.sign is Sign.EXCEPTION:
+        job.exception = cause
+    elif not policy.died_joining(job, cause):
+        job.deaths[cause.rank] = policy.counted(job.deaths.get(cause.rank), cause)
+    fault = incidents.died(job, cause)
+    migration.step(
+        turn,
+        job,
+        incidents.Fault(fault.causes, fault.why, fault.dead, (), judgement.settle_seconds),
+    )
+
+
+def _listens(job: Job) -> bool:
+    """Evidence counts while groups of the present generation are in use."""
+    return job.migration is None or job.migration.phase in (Phase.REFORM, Phase.RESUME)
+
+
+def _broken(turn: Turn, job: Job, event: Observed) -> None:
+    if event.generation != job.generation or not _listens(job):
+        turn.ignore(
+            f"broken collective of generation {event.generation} ignored: {job.spec.job} is "
+            f"{job.state} in generation {job.generation}"
+        )
+        return
+    if incidents.note_broken(job, event, turn.now):
+        turn.note(f"{job.broken_why}; looking for a culprit", job)
+    else:
+        turn.ignore(f"rank {event.rank} has a broken collective too")
+
+
+def _store_lost(turn: Turn, job: Job, event: Observed) -> None:
+    state = turn.cluster.nodes[event.node]
+    if state.store_good:
+        state.store_good = False
+        turn.note(f"the store on {event.node} is gone")
+    if job.roster is not None and job.roster.store_node == event.node:
+        why = f"the store of generation {job.generation} on {event.node} is gone"
+        migration.step(turn, job, incidents.Fault((incidents.cause_of(event),), why))
+
+
+def _stalled(turn: Turn, job: Job, event: Stalled) -> None:
+    if event.generation != job.generation or not _listens(job):
+        turn.ignore(f"stall of generation {event.generation} ignored: {job.spec.job} moved on")
+        return
+    assert job.roster is not None
+    size = len(job.roster.seats)
+    if any(not 0 <= fact.rank < size for fact in event.ranks):
+        turn.ignore(f"stall of unknown ranks from {event.node} ignored")
+        return
+    incidents.note_stalled(job, event, turn.now)
+    turn.touched = True
+    _judge_evidence(turn, job, ticking=False)
+
+
+def _judge_evidence(turn: Turn, job: Job, *, ticking: bool) -> None:
+    fault = incidents.stall_due(job, turn.now, ticking=ticking)
+    if fault is None and ticking:
+        fault = incidents.broken_due(job, turn.now)
+    if fault is not None:
+        job.broken_at, job.stalls, job.stalls_at = -1.0, {}, -1.0
+        migration.step(turn, job, fault)
+
+
+# ---------------------------------------------------------------- standbys, checkpoints, jobs
+
+
+def _standby(turn: Turn, job: Job, event: StandbyReport) -> None:
+    if slot_key(event.node, event.slot) not in job.standbys:
+        turn.ignore(f"no standby is expected on {event.node} slot {event.slot}: ignored")
+    elif event.ready:
+        spares.standby_ready(turn, job, event.node, event.slot, event.level)
+    else:
+        why = event.detail or "it ended"
+        spares.lose_standby(turn, job, event.node, event.slot, why)
+
+
+def _publish(turn: Turn, event: Publish) -> None:
+    """A compare-and-swap on the generation: a fenced worker cannot publish."""
+    job = turn.cluster.jobs.get(event.job)
+    state = turn.cluster.nodes.get(event.node)
+    if job is None or job.state.over:
+        refused = f"job {event.job} does not run"
+    elif state is None or not state.alive:
+        refused = f"node {event.node} was declared lost"
+    elif event.generation != job.generation and not sabotage.off("fence"):
+        refused = f"generation {event.generation} is fenced: {job.generation} is current"
+    elif event.step < job.published_step:
+        refused = f"step {event.step} is older than the published step {job.published_step}"
+    else:
+        refused = ""
+        job.published_step, job.published_path = event.step, event.path
+        turn.note(f"checkpoint of step {event.step} published: {event.path}", job)
+    why = refused or f"step {event.step} is the newest checkpoint"
+    if refused:
+        turn.ignore(f"checkpoint {event.path} refused: {refused}")
+    turn.answers.append((event.node, Published(event.job, event.request, not refused, why)))
+
+
+def _submitted(turn: Turn, event: Submitted) -> None:
+    cluster, spec = turn.cluster, event.spec
+    before = cluster.jobs.get(spec.job)
+    if before is not None and not before.state.over:
+        turn.ignore(f"job {spec.job} is already there")
+        return
+    job = Job(spec, JobState.WAITING, turn.now)
+    if before is not None:
+        # The rerun goes on at the published checkpoint, and no old worker can meet a new one.
+        job.generation = before.generation
+        job.published_step, job.published_path = before.published_step, before.published_path
+        if before.roster is not None:
+            # Agents remember how each incarnation ended: the rerun's must not be taken for them.
+            job.first_incarnation = 1 + max(seat.incarnation for seat in before.roster.seats)
+    cluster.jobs[spec.job] = job
+    cluster.open_jobs = tuple(sorted((*cluster.open_jobs, spec.job)))
+    turn.note(f"job {spec.job} waits for {spec.nodes} nodes with {spec.ranks_per_node} slots", job)
+
+
+def _stop_asked(turn: Turn, event: StopAsked) -> None:
+    job = turn.cluster.jobs.get(event.job)
+    if job is None or job.state.over:
+        turn.ignore(f"stop of {event.job} ignored: it does not run")
+    elif not event.save or job.state is JobState.WAITING:
+        launch.finish(turn, job, JobState.STOPPED, 0, f"stopped: {event.why}")
+    elif job.migration is not None and job.migration.purpose == "save":
+        turn.ignore(f"{event.job} is already saving")
+    else:
+        migration.step(turn, job, migration.SaveAsked(event.why))
+
+
+# ---------------------------------------------------------------- time and room
+
+
+def _tick(turn: Turn) -> None:
+    nodes.tick(turn)
+    for name in turn.cluster.open_jobs:
+        job = turn.cluster.jobs[name]
+        if job.roster is None:
+            continue
+        for rank, moment in sorted(job.missing.items()):
+            if turn.now >= moment:
+                _not_found(turn, job, rank)
+        if not job.state.over and _listens(job):
+            _judge_evidence(turn, job, ticking=True)
+        if not job.state.over:
+            migration.step(turn, job, Tick())
+
+
+def _not_found(turn: Turn, job: Job, rank: Rank) -> None:
+    """A reconnected agent neither listed this worker nor said how it ended: it is dead."""
+    assert job.roster is not None
+    job.missing.pop(rank, None)
+    turn.touched = True
+    seat = job.roster.seats[rank]
+    detail = "not found by its restarted agent"
+    _ended(
+        turn,
+        job,
+        Observed(
+            seat.node,
+            job.spec.job,
+            Sign.EXIT,
+            rank,
+            seat.incarnation,
+            job.generation,
+            job.step,
+            detail=detail,
+        ),
+    )
+
+
+def _use_room(turn: Turn) -> None:
+    """Held jobs first, then waiting ones, then standbys."""
+    for name in turn.cluster.open_jobs:
+        migration.step(turn, turn.cluster.jobs[name], migration.Room())
+    launch.start_waiting(turn)
+    for name in turn.cluster.open_jobs:
+        job = turn.cluster.jobs[name]
+        if job.migration is None or job.migration.purpose == "start":
+            spares.refill(turn, job)

@@ -1,0 +1,119 @@
+"""What reaches the brain: messages of agents, and what its own loop notices. With a journal form.
+
+An event is journaled with its `now` before the orders that it caused leave; reading the journal
+back and stepping again gives the same state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep import codec
+from keepstep.errors import WireError
+from keepstep.model import JobId, JobSpec, NodeId, Term
+from keepstep.wire import Hello, Observed, PhaseReport, Publish, Stalled, StandbyReport
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """Somebody wants this job to run."""
+
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """An operator, a SIGTERM or the wall time ends a job; with `save`, at a saved boundary."""
+
+    job: JobId
+    why: str
+    save: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSilent:
+    """A node's heartbeats stopped."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """An agent's stream closed. Its node may be well: agents restart."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TermBegan:
+    """A new leader: what is under way must be told again."""
+
+    term: Term
+
+
+Event = (
+    Hello
+    | Observed
+    | Stalled
+    | PhaseReport
+    | StandbyReport
+    | Publish
+    | Submitted
+    | StopAsked
+    | NodeSilent
+    | LinkLost
+    | Tick
+    | TermBegan
+)
+
+_KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        Hello,
+        Observed,
+        Stalled,
+        PhaseReport,
+        StandbyReport,
+        Publish,
+        Submitted,
+        StopAsked,
+        NodeSilent,
+        LinkLost,
+        Tick,
+        TermBegan,
+    )
+}
+
+
+def to_plain(event: Event) -> dict[str, Any]:
+    """An event as the journal keeps it."""
+    assert type(event).__name__ in _KINDS, f"{type(event).__name__} is no event of the brain"
+    return {"kind": type(event).__name__, "body": codec.to_plain(event)}
+
+
+def from_plain(plain: object) -> Event:
+    """Strictly read what `to_plain` wrote."""
+    if not isinstance(plain, dict) or plain.keys() != {"kind", "body"}:
+        raise WireError("an event is an object with kind and body")
+    kind = _KINDS.get(plain["kind"]) if isinstance(plain["kind"], str) else None
+    if kind is None:
+        raise WireError(f"unknown event {plain['kind']!r}")
+    event: Event = codec.from_plain(kind, plain["body"])
+    return event
+
+
+def job_of(event: Event) -> JobId | None:
+    """The one job that an event is about; None for a node's or the cluster's events."""
+    match event:
+        case Submitted(spec=spec):
+            return spec.job
+        case Observed() | Stalled() | PhaseReport() | StandbyReport() | Publish() | StopAsked():
+            return event.job
+        case _:
+            return None

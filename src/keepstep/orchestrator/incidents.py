@@ -1,0 +1,159 @@
+"""Observations into one fault: who is dead, who must be killed first, or that nobody is to blame.
+
+`fold` and its kin keep the evidence of a job (broken collectives, stalls) and say when it adds up.
+They never order anything; they return a Fault, or None while there is nothing to act upon.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.model import NodeId, Rank, Sign
+from keepstep.orchestrator import policy
+from keepstep.orchestrator.state import DETAIL_CHARS_MAX, Cause, Job, Stall
+from keepstep.wire import Observed, Stalled
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What a migration has to deal with. Nobody dead and nobody to kill: form the groups anew."""
+
+    causes: tuple[Cause, ...]
+    why: str
+    dead: tuple[Rank, ...] = ()
+    kill: tuple[Rank, ...] = ()
+    settle_seconds: float = 0.0
+
+
+def cause_of(event: Observed) -> Cause:
+    return Cause(
+        event.sign,
+        event.rank,
+        event.node,
+        event.incarnation,
+        event.step,
+        event.exit_code,
+        event.detail[-DETAIL_CHARS_MAX:],
+    )
+
+
+def stale(job: Job, event: Observed) -> str:
+    """Why an observation about a rank is not about its present worker; empty if it is."""
+    assert job.roster is not None
+    if not 0 <= event.rank < len(job.roster.seats):
+        return f"rank {event.rank} is no seat of {job.spec.job}"
+    seat = job.roster.seats[event.rank]
+    if event.incarnation != seat.incarnation:
+        return (
+            f"{event.sign} of incarnation {event.incarnation} of rank {event.rank} ignored: "
+            f"incarnation {seat.incarnation} has the seat"
+        )
+    if event.node != seat.node:
+        return f"{event.sign} of rank {event.rank} from {event.node} ignored: it is on {seat.node}"
+    if job.migration is not None and event.rank in job.migration.gone:
+        return f"{event.sign} of rank {event.rank} ignored: it is known to be gone"
+    return ""
+
+
+def died(job: Job, cause: Cause) -> Fault:
+    """A worker ended on its own."""
+    if cause.sign is Sign.EXCEPTION:
+        what = f"raised an exception at step {cause.step}"
+    else:
+        what = f"exited with {policy.ending(cause.exit_code)} at step {cause.step}"
+    why = f"rank {cause.rank} on {cause.node} {what}"
+    return Fault((cause,), why, dead=(cause.rank,))
+
+
+def node_lost(job: Job, node: NodeId, why: str) -> Fault:
+    """All seats of a job on a node are dead at once: one fault."""
+    assert job.roster is not None
+    gone = job.migration.gone if job.migration else {}
+    ranks = tuple(
+        seat.rank
+        for seat in job.roster.seats
+        if seat.node == node and seat.rank not in gone and seat.rank not in job.finished
+    )
+    causes = tuple(
+        Cause(Sign.EXIT, rank, node, job.roster.seats[rank].incarnation, job.step, detail=why)
+        for rank in ranks
+    )
+    listed = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    return Fault(causes, f"node {node} is lost with ranks {listed} ({why})", dead=ranks)
+
+
+def note_broken(job: Job, event: Observed, now: float) -> bool:
+    """Keep the first broken collective of this generation; True if it was the first."""
+    if job.broken_at >= 0:
+        return False
+    job.broken_at = now
+    job.broken_why = f"rank {event.rank} on {event.node} has a broken collective: {event.detail}"
+    return True
+
+
+def broken_due(job: Job, now: float) -> Fault | None:
+    """Broken collectives for which nobody turned out to be dead."""
+    if job.broken_at < 0 or now < job.broken_at + policy.BROKEN_SECONDS_MAX:
+        return None
+    cause = Cause(Sign.BROKEN, detail=job.broken_why)
+    return Fault((cause,), f"{job.broken_why}; no culprit within {policy.BROKEN_SECONDS_MAX:g} s")
+
+
+def note_stalled(job: Job, event: Stalled, now: float) -> None:
+    """Collect who stands still. Other numbers than before: that rank moved, and its record is new.
+
+    When a rank has moved, the job was not standing still: all older records go.
+    """
+    for fact in event.ranks:
+        known = job.stalls.get(fact.rank)
+        if known is not None and (known.step, known.launched) != (fact.step, fact.launched):
+            job.stalls = {}
+            job.stalls_at = -1.0
+        job.stalls[fact.rank] = Stall(fact.incarnation, fact.step, fact.launched, fact.stopped, now)
+    if job.stalls and job.stalls_at < 0:
+        job.stalls_at = now
+
+
+def stall_due(job: Job, now: float, *, ticking: bool) -> Fault | None:
+    """The laggards, once every rank is known to stand still or one is known to be stopped.
+
+    While ranks are missing only a tick looks further, or each of many reports would look at all.
+    """
+    if not job.stalls or job.roster is None:
+        return None
+    expected = len(job.roster.seats) - len(job.finished)
+    settled = now >= job.stalls_at + job.spec.policy.hang_settle_seconds
+    if len(job.stalls) < expected and not (ticking and settled):
+        return None
+    fresh = {
+        rank: stall
+        for rank, stall in job.stalls.items()
+        if now - stall.at <= policy.STALL_FRESH_SECONDS
+        and stall.incarnation == job.roster.seats[rank].incarnation
+    }
+    if len(fresh) < len(job.stalls):
+        job.stalls = fresh
+        job.stalls_at = min((s.at for s in fresh.values()), default=-1.0)
+    stopped = sorted(rank for rank, stall in fresh.items() if stall.stopped)
+    if len(fresh) < expected and not (stopped and settled):
+        return None
+    return _laggards(job, fresh, stopped)
+
+
+def _laggards(job: Job, stalls: dict[Rank, Stall], stopped: list[Rank]) -> Fault:
+    assert job.roster is not None
+    most = max(stall.launched for stall in stalls.values())
+    culprits = stopped or sorted(rank for rank, s in stalls.items() if s.launched < most)
+    if not culprits or 2 * len(culprits) > len(job.roster.seats):
+        # Most ranks behind a few: killing the many would kill the state. Nobody is named.
+        cause = Cause(Sign.HANG, step=job.step, detail="no laggard among the ranks")
+        return Fault((cause,), f"all {len(stalls)} ranks stand still and no few of them lag behind")
+    seats = job.roster.seats
+    causes = tuple(
+        Cause(Sign.HANG, rank, seats[rank].node, seats[rank].incarnation, stalls[rank].step)
+        for rank in culprits
+    )
+    named = ", ".join(f"{rank} on {seats[rank].node}" for rank in culprits[:8])
+    how = "is stopped" if stopped else "lags behind the others"
+    step = stalls[culprits[0]].step
+    return Fault(causes, f"rank {named} {how} at step {step}", kill=tuple(culprits))

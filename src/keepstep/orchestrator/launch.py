@@ -1,0 +1,202 @@
+"""Workers from the top of the user's script: the first start, and the restart of a fallback.
+
+Also the other end of a job's life: `finish` closes what is open and gives the slots back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from keepstep.model import (
+    Generation,
+    IncidentId,
+    JobState,
+    MigrationId,
+    NodeId,
+    Phase,
+    Rank,
+    Seat,
+)
+from keepstep.orchestrator import orders, roster, spares
+from keepstep.orchestrator.state import (
+    CLOSED_MAX,
+    JOBS_OVER_MAX,
+    STORY_LINES_CLOSED_MAX,
+    Incident,
+    Job,
+    Migration,
+    Occupant,
+    Settled,
+    generation_secret,
+)
+from keepstep.orchestrator.turn import Turn
+
+
+def start_waiting(turn: Turn) -> None:
+    """Start what waits and fits, the most urgent first."""
+    cluster = turn.cluster
+    waiting = [
+        job
+        for job in map(cluster.jobs.__getitem__, cluster.open_jobs)
+        if job.state is JobState.WAITING and job.spec.nodes <= len(cluster.free)
+    ]
+    for job in sorted(waiting, key=lambda j: (-j.spec.priority, j.since, j.spec.job)):
+        seats = _place(turn, job)
+        if seats is None:
+            continue
+        for seat in seats:
+            user = Occupant(job.spec.job, seat.rank, seat.incarnation)
+            spares.occupy(cluster, seat.node, seat.slot, user)
+        job.migration = Migration(
+            MigrationId(f"m{cluster.next()}"), "start", "start", Phase.ALLOCATE, turn.now, turn.now
+        )
+        start_cold(turn, job, seats)
+        nodes = len({seat.node for seat in seats})
+        turn.note(f"started {len(seats)} ranks of {job.spec.job} on {nodes} nodes", job)
+        spares.refill(turn, job)
+
+
+def _place(turn: Turn, job: Job) -> list[Seat] | None:
+    """Block placement: the i-th node holds ranks i*k to i*k+k-1."""
+    seats: list[Seat] = []
+    cluster, each = turn.cluster, job.spec.ranks_per_node
+    for node in cluster.free:
+        state = cluster.nodes[node]
+        if not (state.linked and state.silent_at < 0 and state.store_good):
+            continue
+        slots = spares.free_slots(cluster, state, turn.now)
+        if len(slots) >= each:
+            first = len(seats)
+            mine = job.first_incarnation
+            seats += [Seat(Rank(first + i), node, slots[i], mine) for i in range(each)]
+        if len(seats) == job.spec.world_size:
+            return seats
+    return None
+
+
+def start_cold(turn: Turn, job: Job, seats: list[Seat]) -> None:
+    """A new generation whose workers begin at the top of the script."""
+    migration = job.migration
+    assert migration is not None
+    before = job.roster.store_node if job.roster else NodeId("")
+    store = roster.store_node(seats, turn.cluster.nodes, (), before)
+    new_generation(turn, job, seats, store)
+    assert job.roster is not None
+    job.settled = (Settled(job.roster, turn.cluster.counter),)
+    job.begun = False
+    job.finished = {}
+    job.state = JobState.STARTING
+    job.step = job.published_step
+    migration.cold = True
+    migration.gone, migration.fresh, migration.fences = {}, {}, {}
+    change_phase(turn, job, Phase.RESUME)
+    orders.tell(turn, job)
+
+
+def relaunch(turn: Turn, job: Job) -> None:
+    """Start all seats from the top, once there is room for each."""
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    cluster = turn.cluster
+    seats = list(now.seats)
+    for rank in sorted(migration.gone):
+        choice = spares.choose(cluster, job, turn.now)
+        if choice is None:
+            break
+        if choice.standby:
+            spares.drop_standby(turn, job, choice.node, choice.slot)
+        seat = Seat(rank, choice.node, choice.slot, seats[rank].incarnation)
+        spares.occupy(cluster, seat.node, seat.slot, Occupant(job.spec.job, rank, seat.incarnation))
+        seats[rank] = seat
+        del migration.gone[rank]
+        turn.touched = True
+    if migration.gone:
+        job.roster = roster.build(now.job, now.generation, now.secret, now.store_node, seats)
+        return
+    seats = [Seat(s.rank, s.node, s.slot, s.incarnation + 1) for s in seats]
+    for seat in seats:
+        user = Occupant(job.spec.job, seat.rank, seat.incarnation)
+        cluster.nodes[seat.node].uses[seat.slot] = user
+    start_cold(turn, job, seats)
+    origin = job.published_path or "the beginning"
+    turn.note(f"all {len(seats)} ranks start from {origin}", job)
+
+
+def new_generation(turn: Turn, job: Job, seats: list[Seat], store: NodeId) -> None:
+    """The next generation number, its secret and its roster. Older evidence says nothing now."""
+    job.generation = Generation(job.generation + 1)
+    secret = generation_secret(turn.cluster, job.spec.job, job.generation)
+    job.roster = roster.build(job.spec.job, job.generation, secret, store, seats)
+    job.broken_at, job.broken_why = -1.0, ""
+    job.stalls, job.stalls_at = {}, -1.0
+    if job.incident is not None:
+        job.incident.generation = job.generation
+    turn.touched = True
+
+
+def change_phase(turn: Turn, job: Job, phase: Phase, *, keep_reports: bool = False) -> None:
+    """Enter a phase: its clock and its reports begin anew, the old one's time is on record."""
+    migration = job.migration
+    assert migration is not None
+    if job.incident is not None:
+        spent = turn.now - migration.phase_at
+        seconds = job.incident.seconds
+        seconds[migration.phase.value] = seconds.get(migration.phase.value, 0.0) + spent
+    migration.phase = phase
+    migration.phase_at = turn.now
+    if not keep_reports:
+        migration.reports = {}
+        migration.progress = {}
+        migration.busy = {}
+    turn.touched = True
+
+
+def open_incident(turn: Turn, job: Job) -> Incident:
+    """The job's open incident, or a new one."""
+    if job.incident is None:
+        name = IncidentId(f"i{turn.cluster.next()}")
+        job.incident = Incident(name, job.spec.job, turn.now)
+        job.incidents += 1
+    return job.incident
+
+
+def close_incident(turn: Turn, job: Job, outcome: str) -> None:
+    """Keep a short record; the journal keeps the whole."""
+    incident = job.incident
+    if incident is None:
+        return
+    incident.closed_at = turn.now
+    incident.outcome = outcome
+    incident.causes = tuple(replace(c, detail=c.detail[-500:]) for c in incident.causes)
+    incident.story = incident.story[-STORY_LINES_CLOSED_MAX:]
+    turn.cluster.closed = (*turn.cluster.closed[-(CLOSED_MAX - 1) :], incident)
+    job.incident = None
+
+
+def finish(turn: Turn, job: Job, state: JobState, exit_code: int, why: str) -> None:
+    """The job is over: everything of it ends, and its slots are free."""
+    migration = job.migration
+    if migration is not None:
+        change_phase(turn, job, Phase.DONE)
+        migration.phase = Phase.STOPPED
+    turn.note(why, job)
+    spares.clear(turn, job, exit_code, why)
+    outcome = "fallback" if migration and migration.outcome == "fallback" else state.value
+    close_incident(turn, job, outcome)
+    job.state = state
+    job.exit_code = exit_code
+    job.detail = job.detail or why
+    job.migration = None
+    job.settled = ()
+    job.stalls, job.deaths = {}, {}
+    job.broken_at = -1.0
+    cluster = turn.cluster
+    cluster.open_jobs = tuple(name for name in cluster.open_jobs if name != job.spec.job)
+    over = sorted(
+        (j for j in cluster.jobs.values() if j.state.over), key=lambda j: (j.since, j.spec.job)
+    )
+    for old in over[:-JOBS_OVER_MAX]:
+        del cluster.jobs[old.spec.job]
+    job.since = turn.now
+    start_waiting(turn)

@@ -1,0 +1,545 @@
+"""THE STORY of one migration.
+
+    ALLOCATE -> QUIESCE -> REFORM (transfer and verify inside) -> RESUME -> done
+                   |  ^       |                            a fault in any phase: ALLOCATE again,
+                   v  |       v                            with a new generation
+                  HOLD -> SAVE -> saved        FALLBACK -> RESUME from a checkpoint
+
+TABLE says, in that order, what each phase waits for, what follows when all have reported, how long
+it may take, and what follows when it took longer. Everything else here is one function per arrow.
+The generation is bumped before anybody re-forms: a returning old worker is fenced, not trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+from keepstep.model import EXIT_REQUEUE, JobState, MigrationId, Phase, Rank, Roster, Sign
+from keepstep.orchestrator import budgets, launch, orders, planning, policy, roster, seating, spares
+from keepstep.orchestrator.events import Tick
+from keepstep.orchestrator.incidents import Fault
+from keepstep.orchestrator.state import (
+    CAUSES_MAX,
+    Cause,
+    Job,
+    Migration,
+    Occupant,
+    Settled,
+)
+from keepstep.orchestrator.turn import Turn
+from keepstep.wire import PhaseReport, SeatReport
+
+SAME_FAULT_SECONDS = 2.0
+"""Deaths this close together are one fault: they do not use up the recoveries of an incident."""
+SETTLED_MAX = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A slot or a standby became available."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAsked:
+    """Leave in good order: a boundary, a checkpoint of it, exit 75."""
+
+    why: str
+
+
+Happening = Fault | PhaseReport | Room | SaveAsked | Tick
+
+
+def step(turn: Turn, job: Job, happening: Happening) -> None:
+    """Take a job's migration one step further; a fault or a wish to save begins one."""
+    match happening:
+        case Fault():
+            _fault(turn, job, happening)
+        case PhaseReport():
+            _report(turn, job, happening)
+        case Room():
+            _room(turn, job)
+        case SaveAsked():
+            _save_asked(turn, job, happening)
+        case Tick():
+            _tick(turn, job)
+        case _:
+            assert_never(happening)
+
+
+def _the(job: Job) -> tuple[Migration, Roster]:
+    assert job.migration is not None
+    assert job.roster is not None
+    return job.migration, job.roster
+
+
+# ---------------------------------------------------------------- a fault, at any moment
+
+
+def _fault(turn: Turn, job: Job, fault: Fault) -> None:
+    incident = launch.open_incident(turn, job)
+    incident.causes = (*incident.causes, *fault.causes)[:CAUSES_MAX]
+    incident.causes_count += len(fault.causes)
+    again = job.migration is not None
+    if job.migration is None:
+        name = MigrationId(f"m{turn.cluster.next()}")
+        job.migration = Migration(name, "unplanned", "recover", Phase.ALLOCATE, turn.now, turn.now)
+    migration, _ = _the(job)
+    if migration.purpose == "start":
+        migration.purpose = "recover"
+        migration.began_at = migration.phase_at = turn.now
+    turn.note(fault.why, job)
+    early = migration.phase in (Phase.ALLOCATE, Phase.QUIESCE, Phase.HOLD)
+    if again and not (early and turn.now - incident.opened_at < SAME_FAULT_SECONDS):
+        migration.recoveries += 1
+        incident.recoveries = migration.recoveries
+    if migration.phase is Phase.RESUME and not fault.dead and not fault.kill:
+        migration.idle += 1
+    seating.forget_finished(job, migration)
+    for rank in fault.dead:
+        seating.vacate(turn, job, rank, fault.why)
+    for rank in fault.kill:
+        migration.fences[rank] = _the(job)[1].seats[rank].incarnation
+    _after_fault(turn, job, fault)
+
+
+def _after_fault(turn: Turn, job: Job, fault: Fault) -> None:
+    migration, _ = _the(job)
+    worn_out = f"{migration.recoveries} recoveries did not end it"
+    if migration.recoveries > job.spec.policy.recoveries_max and not job.begun:
+        launch.finish(turn, job, JobState.FAILED, 1, f"the first step was never made: {worn_out}")
+    elif migration.recoveries > 2 * job.spec.policy.recoveries_max:
+        fall_back(turn, job, worn_out)
+    elif migration.recoveries > job.spec.policy.recoveries_max and migration.purpose != "save":
+        # The survivors' state is whole: leaving with a checkpoint of it loses nothing.
+        _save_asked(turn, job, SaveAsked(worn_out))
+    elif migration.phase is Phase.FALLBACK:
+        launch.relaunch(turn, job)
+    elif migration.idle > policy.IDLE_REFORMS_MAX:
+        _save_asked(turn, job, SaveAsked("the same step failed again and nobody is to blame"))
+    else:
+        _to_allocate(turn, job, fault.settle_seconds)
+
+
+def fenced(turn: Turn, job: Job, rank: Rank) -> None:
+    """A worker that we had killed is dead: its seat may be taken."""
+    seating.vacate(turn, job, rank, "fenced")
+    turn.note(f"rank {rank} is fenced: its worker is dead", job)
+    _allocate_if_ready(turn, job)
+
+
+# ---------------------------------------------------------------- ALLOCATE
+
+
+def _to_allocate(turn: Turn, job: Job, settle_seconds: float = 0.0) -> None:
+    migration, _ = _the(job)
+    migration.cold = False
+    migration.plan = None
+    job.state = JobState.MIGRATING
+    launch.change_phase(turn, job, Phase.ALLOCATE)
+    if settle_seconds:
+        migration.settle_until = max(migration.settle_until, turn.now + settle_seconds)
+    orders.fence(turn, job, migration.fences)
+    _allocate_if_ready(turn, job)
+
+
+def _allocate_if_ready(turn: Turn, job: Job) -> None:
+    migration, _ = _the(job)
+    waits = migration.fences or turn.now < migration.settle_until
+    if migration.phase is Phase.ALLOCATE and not waits:
+        _allocate(turn, job)
+
+
+def _allocate(turn: Turn, job: Job) -> None:
+    """Spares for the empty seats, a new generation, and everybody back to a boundary."""
+    migration, before = _the(job)
+    saving = migration.purpose == "save"
+    if saving:
+        migration.gone.update(dict.fromkeys(migration.fresh, "it never got state"))
+        migration.fresh = {}
+    if len(migration.gone) + len(migration.fresh) >= len(before.seats):
+        fall_back(turn, job, "no rank survives")
+        return
+    seats = list(before.seats)
+    chosen = [] if saving else seating.seat_joiners(turn, job, seats)
+    absent = {*migration.gone, *migration.fresh}
+    store = roster.store_node(seats, turn.cluster.nodes, absent, before.store_node)
+    launch.new_generation(turn, job, seats, store)
+    holding = bool(migration.gone) and not saving
+    launch.change_phase(turn, job, Phase.HOLD if holding else Phase.QUIESCE)
+    seating.hold_clock(turn, job, holding)
+    turn.note(seating.allocated_why(job, chosen, holding), job)
+    orders.tell(turn, job)
+
+
+def _room(turn: Turn, job: Job) -> None:
+    """There is room again: what was held for lack of it goes on."""
+    migration = job.migration
+    if migration is None or migration.purpose == "save":
+        return
+    if migration.phase is Phase.FALLBACK:
+        launch.relaunch(turn, job)
+    if migration.phase is not Phase.HOLD:
+        return
+    _, before = _the(job)
+    seats = list(before.seats)
+    chosen = seating.seat_joiners(turn, job, seats)
+    if not chosen:
+        return
+    # Same generation: nobody has formed a group of it yet, and the survivors wait at a boundary.
+    job.roster = roster.build(
+        before.job, before.generation, before.secret, before.store_node, seats
+    )
+    holding = bool(migration.gone)
+    if not holding:
+        launch.change_phase(turn, job, Phase.QUIESCE, keep_reports=True)
+    seating.hold_clock(turn, job, holding)
+    turn.note(seating.allocated_why(job, chosen, holding), job)
+    orders.tell(turn, job)
+
+
+# ---------------------------------------------------------------- reports
+
+
+def _report(turn: Turn, job: Job, report: PhaseReport) -> None:
+    migration, now = job.migration, job.roster
+    if migration is None or now is None or report.generation != job.generation:
+        turn.ignore(
+            f"report of {report.phase} for generation {report.generation} from {report.node} "
+            f"ignored: {job.spec.job} is {job.state} in generation {job.generation}"
+        )
+        return
+    row = TABLE[migration.phase]
+    if report.phase is not row.counts:
+        _progress(turn, job, report)
+        return
+    taken: list[SeatReport] = []
+    for seat in report.seats:
+        known = 0 <= seat.rank < len(now.seats) and now.seats[seat.rank].node == report.node
+        if not known or seat.rank in migration.gone or seat.rank in migration.reports:
+            continue
+        if seat.busy_seconds > 0:
+            # Not done yet, and it said for how long at most: its budget waits.
+            migration.busy[seat.rank] = turn.now + seat.busy_seconds
+            turn.note(f"rank {seat.rank} is busy for up to {seat.busy_seconds:g} s", job)
+        else:
+            migration.reports[seat.rank] = seat
+            migration.fresh.pop(seat.rank, None)
+            taken.append(seat)
+    if not taken:
+        if turn.touched:
+            return
+        turn.ignore(f"report of {report.phase} from {report.node} ignored: nothing new in it")
+        return
+    turn.touched = True
+    _taken(turn, job, report.phase, taken)
+    still = job.migration
+    if still is migration and migration.phase in TABLE and TABLE[migration.phase] is row:
+        _complete(turn, job)
+
+
+def _complete(turn: Turn, job: Job) -> None:
+    """If all seats with a worker have reported, the next phase begins."""
+    migration, now = _the(job)
+    if len(migration.reports) >= len(now.seats) - len(migration.gone):
+        TABLE[migration.phase].done(turn, job)
+
+
+def _progress(turn: Turn, job: Job, report: PhaseReport) -> None:
+    """News on the way to VERIFY is shown, and helps to tell who hangs; the rest is late."""
+    migration, _ = _the(job)
+    if migration.phase is Phase.REFORM and report.phase in (Phase.REFORM, Phase.TRANSFER):
+        for seat in report.seats:
+            migration.progress[seat.rank] = report.phase
+        turn.touched = True
+        return
+    turn.ignore(f"stale report of {report.phase} from {report.node} ignored in {migration.phase}")
+
+
+def _taken(turn: Turn, job: Job, phase: Phase, taken: list[SeatReport]) -> None:
+    """What single reports say before all are there: trouble need not wait for the others."""
+    migration, _ = _the(job)
+    if phase is Phase.RESUME:
+        job.begun = True
+        job.step = max(job.step, *(seat.step for seat in taken))
+    elif phase is Phase.VERIFY:
+        assert migration.plan is not None
+        digest = migration.plan.digest
+        bad = [seat for seat in taken if seat.problem or seat.digest != digest]
+        if bad:
+            _unverified(turn, job, bad)
+    elif phase is Phase.QUIESCE:
+        broken = [seat for seat in taken if seat.problem and seat.rank in migration.joined]
+        if broken and not any(seat.intact for seat in broken):
+            ranks = tuple(seat.rank for seat in broken)
+            why = f"joiner {ranks[0]} cannot join: {broken[0].problem}"
+            causes = tuple(Cause(Sign.EXIT, rank, detail=why) for rank in ranks)
+            _fault(turn, job, Fault(causes, why, kill=ranks))
+
+
+# ---------------------------------------------------------------- QUIESCE -> REFORM
+
+
+def _plan(turn: Turn, job: Job) -> None:
+    """All are at a boundary: whose state counts, who sends what to whom."""
+    migration, _ = _the(job)
+    if migration.purpose == "save":
+        _save(turn, job)
+        return
+    if migration.gone:
+        return
+    reports = migration.reports
+    if not job.begun and planning.unstarted(migration):
+        # A rank that never reached a boundary: nobody can have committed a step.
+        why = "some ranks had not reached their first step, so nothing is lost"
+        fall_back(turn, job, why, outcome="restart")
+        return
+    verdict = roster.judge(reports)
+    if verdict.problem:
+        fall_back(turn, job, verdict.why)
+        return
+    for rank in verdict.corrupt:
+        planning.taint(turn, job, rank, f"rank {rank} held corrupt state at {verdict.boundary}")
+    migration.plan = planning.reform(turn, job, verdict)
+    if job.incident is not None:
+        job.incident.boundary = verdict.boundary
+    launch.change_phase(turn, job, Phase.REFORM)
+    turn.note(f"{verdict.why}; {len(migration.plan.moves)} ranks receive", job)
+    orders.tell(turn, job)
+
+
+# ---------------------------------------------------------------- REFORM -> RESUME
+
+
+def _unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> None:
+    """State did not arrive whole: another round without the sources that were used."""
+    migration, _ = _the(job)
+    plan = migration.plan
+    assert plan is not None
+    worst = bad[0]
+    what = worst.problem or f"digest {worst.digest[:12]} is not {plan.digest[:12]}"
+    why = f"rank {worst.rank} is not verified: {what}"
+    orphans = [seat.rank for seat in bad if seat.problem.startswith("no private state")]
+    if orphans and not planning.homes_returned(turn, job, plan, orphans):
+        fall_back(turn, job, why)
+        return
+    suspects = planning.suspects(plan, bad)
+    if not suspects:
+        cause = Cause(Sign.BROKEN, worst.rank, detail=why)
+        _fault(turn, job, Fault((cause,), why))
+        return
+    for rank in suspects:
+        migration.excluded[rank] = migration.excluded.get(rank, 0) + 1
+    migration.attempts += 1
+    if migration.attempts < job.spec.policy.transfer_attempts_max:
+        barred = ", ".join(map(str, sorted(migration.excluded)[:8]))
+        turn.note(f"{why}; another round, suspected as sources: {barred}", job)
+        _to_allocate(turn, job)
+    elif all(rank in migration.excluded for rank in plan.winners):
+        fall_back(turn, job, f"{why}; {migration.attempts} attempts failed")
+    else:
+        # Fresh sources each time and still wrong: it is the receiver.
+        migration.attempts = 0
+        planning.taint(turn, job, worst.rank, f"rank {worst.rank} cannot receive whole state")
+        cause = Cause(Sign.HANG, worst.rank, detail=why)
+        _fault(turn, job, Fault((cause,), why, kill=(worst.rank,)))
+
+
+def _resume(turn: Turn, job: Job) -> None:
+    migration, now = _the(job)
+    assert migration.plan is not None
+    job.settled = (Settled(now, turn.cluster.counter), *job.settled)[:SETTLED_MAX]
+    launch.change_phase(turn, job, Phase.RESUME)
+    turn.note(
+        f"all {len(now.seats)} ranks hold {migration.plan.digest[:12]}: training goes on at "
+        f"boundary {migration.plan.boundary}",
+        job,
+    )
+    orders.tell(turn, job)
+
+
+def _done(turn: Turn, job: Job) -> None:
+    migration, now = _the(job)
+    launch.change_phase(turn, job, Phase.DONE)
+    job.settled = (Settled(now, job.settled[0].serial),)
+    job.begun = True
+    job.state = JobState.RUNNING
+    job.standby_losses = 0
+    took = turn.now - migration.began_at
+    turn.note(
+        f"generation {job.generation} committed its first step after {took:.3f} s"
+        + ("" if migration.outcome == "resumed" else f" ({migration.outcome})"),
+        job,
+    )
+    launch.close_incident(turn, job, migration.outcome)
+    job.migration = None
+    spares.refill(turn, job)
+
+
+# ---------------------------------------------------------------- SAVE, and its end
+
+
+def _save_asked(turn: Turn, job: Job, asked: SaveAsked) -> None:
+    migration = job.migration
+    if migration is None:
+        launch.open_incident(turn, job)
+        name = MigrationId(f"m{turn.cluster.next()}")
+        migration = Migration(name, "planned", "save", Phase.ALLOCATE, turn.now, turn.now)
+        job.migration = migration
+        seating.forget_finished(job, migration)
+    turn.note(f"asked to save and leave: {asked.why}", job)
+    migration.purpose = "save"
+    if migration.phase is Phase.FALLBACK or (migration.cold and not job.begun):
+        _saved(turn, job)
+        return
+    _to_allocate(turn, job)
+
+
+def _save(turn: Turn, job: Job) -> None:
+    """All survivors are at a boundary: the lowest intact rank writes it down."""
+    migration, _ = _the(job)
+    verdict = roster.judge(migration.reports)
+    if verdict.problem:
+        fall_back(turn, job, verdict.why)
+        return
+    plan = migration.plan = planning.save(turn, job, verdict)
+    if job.incident is not None:
+        job.incident.boundary = verdict.boundary
+    launch.change_phase(turn, job, Phase.SAVE)
+    turn.note(f"{verdict.why}; rank {plan.writer} saves boundary {plan.boundary}", job)
+    orders.tell(turn, job)
+
+
+def _saved(turn: Turn, job: Job) -> None:
+    migration, _ = _the(job)
+    plan = migration.plan
+    if plan is not None and (problem := migration.reports[plan.writer].problem):
+        migration.excluded[plan.writer] = migration.excluded.get(plan.writer, 0) + 1
+        migration.attempts += 1
+        turn.note(f"rank {plan.writer} could not save: {problem}", job)
+        if migration.attempts >= job.spec.policy.transfer_attempts_max:
+            fall_back(turn, job, f"{migration.attempts} attempts to save failed")
+        else:
+            _to_allocate(turn, job)
+        return
+    if plan is not None:
+        # The rerun starts there, whoever places it.
+        job.published_step, job.published_path = plan.boundary, plan.path
+    at = f"boundary {plan.boundary} is saved" if plan else "there was nothing to save"
+    launch.finish(turn, job, JobState.SAVED, EXIT_REQUEUE, f"{at}; run the job again to go on")
+
+
+# ---------------------------------------------------------------- FALLBACK
+
+
+def fall_back(turn: Turn, job: Job, why: str, outcome: str = "fallback") -> None:
+    """Some state has no home left: everybody starts anew from the newest published checkpoint.
+
+    A `restart` is the same before anybody can have committed a step: nothing is lost by it.
+    """
+    migration, now = _the(job)
+    if outcome == "fallback" and migration.purpose != "save":
+        job.fallbacks += 1
+    if migration.outcome != "fallback":
+        migration.outcome = outcome
+    if migration.purpose == "save":
+        job.detail = f"nothing could be saved: {why}"
+        launch.finish(turn, job, JobState.SAVED, EXIT_REQUEUE, job.detail)
+        return
+    migration.recoveries += 1
+    if migration.recoveries > 2 * job.spec.policy.recoveries_max:
+        launch.finish(turn, job, JobState.FAILED, 1, f"{why}; starting anew did not help either")
+        return
+    living = {s.rank: s.incarnation for s in now.seats if s.rank not in migration.gone}
+    orders.fence(turn, job, living)
+    migration.fences, migration.fresh, migration.joined = {}, {}, {}
+    migration.excluded, migration.attempts, migration.plan = {}, 0, None
+    launch.change_phase(turn, job, Phase.FALLBACK)
+    job.state = JobState.HELD
+    migration.hold_since = turn.now
+    turn.note(f"{outcome}: {why}", job)
+    launch.relaunch(turn, job)
+
+
+# ---------------------------------------------------------------- time
+
+
+def _tick(turn: Turn, job: Job) -> None:
+    migration = job.migration
+    if migration is None:
+        return
+    if migration.phase is Phase.ALLOCATE:
+        _allocate_if_ready(turn, job)
+    migration = job.migration
+    if migration is not None and turn.now >= deadline(job):
+        TABLE[migration.phase].late(turn, job)
+
+
+def deadline(job: Job) -> float:
+    """When the present phase must be over."""
+    migration, _ = _the(job)
+    return TABLE[migration.phase].until(job)
+
+
+def _late_fences(turn: Turn, job: Job) -> None:
+    """A kill that nobody confirms: the node may be cut off. The new generation shuts it out."""
+    migration, now = _the(job)
+    for rank in sorted(migration.fences):
+        seat = now.seats[rank]
+        uses = turn.cluster.nodes[seat.node].uses
+        if uses.get(seat.slot) == Occupant(job.spec.job, rank, seat.incarnation):
+            uses[seat.slot] = Occupant(job.spec.job, rank, seat.incarnation, fenced=True)
+        del migration.fences[rank]
+        migration.fresh.pop(rank, None)
+        migration.gone[rank] = "fenced without an answer"
+        turn.note(f"the kill of rank {rank} on {seat.node} is not confirmed: going on", job)
+    _allocate_if_ready(turn, job)
+
+
+def _late_quiesce(turn: Turn, job: Job) -> None:
+    migration, _ = _the(job)
+    if migration.phase is Phase.HOLD and turn.now >= budgets.hold(job):
+        held = turn.now - migration.hold_since
+        _save_asked(turn, job, SaveAsked(f"no spare came within {held:.1f} s"))
+        return
+    _fault(turn, job, budgets.blame(job, budgets.slow_to_quiesce(job, turn.now)))
+
+
+def _late_reports(turn: Turn, job: Job) -> None:
+    migration, now = _the(job)
+    missing = budgets.silent_ranks(job)
+    if migration.cold and 2 * len(missing) > len(now.seats):
+        limit = job.spec.policy.startup_seconds_max
+        why = f"{len(missing)} ranks made no step within {limit:g} s of their start"
+        launch.finish(turn, job, JobState.FAILED, 1, f"{why} (startup_seconds_max)")
+        return
+    _fault(turn, job, budgets.blame(job, missing))
+
+
+def _no_room(turn: Turn, job: Job) -> None:
+    """Nothing runs and nothing can: the rerun starts from the newest published checkpoint."""
+    origin = job.published_path or "the beginning"
+    why = f"no room to start anew within the hold time; run the job again to start from {origin}"
+    launch.finish(turn, job, JobState.SAVED, EXIT_REQUEUE, why)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One phase: the report that counts, what follows, its budget, and what follows its end."""
+
+    counts: Phase | None
+    done: Callable[[Turn, Job], None]
+    until: Callable[[Job], float]
+    late: Callable[[Turn, Job], None]
+
+
+TABLE: dict[Phase, Row] = {
+    Phase.ALLOCATE: Row(None, _allocate_if_ready, budgets.allocate, _late_fences),
+    Phase.QUIESCE: Row(Phase.QUIESCE, _plan, budgets.quiesce, _late_quiesce),
+    Phase.HOLD: Row(Phase.QUIESCE, _plan, budgets.quiesce, _late_quiesce),
+    Phase.REFORM: Row(Phase.VERIFY, _resume, budgets.reform, _late_reports),
+    Phase.RESUME: Row(Phase.RESUME, _done, budgets.startup, _late_reports),
+    Phase.SAVE: Row(Phase.SAVE, _saved, budgets.startup, _late_reports),
+    Phase.FALLBACK: Row(None, launch.relaunch, budgets.hold, _no_room),
+}

@@ -1,0 +1,301 @@
+"""Nodes come, fall silent, are lost, and come back. What their agents list is compared with what
+should be there.
+
+A closed stream is not a dead node: agents restart, and their workers train on. A node counts as
+lost when its heartbeats stop, when its stream stays closed too long, or when its stream is closed
+and other nodes have broken collectives. If most nodes fall silent at once, the brain suspects
+itself first.
+"""
+
+from __future__ import annotations
+
+from keepstep import sabotage
+from keepstep.model import JobId, NodeId, OrderId, Phase, Policy, Rank, Seat, Sign
+from keepstep.orchestrator import incidents, migration, orders, spares
+from keepstep.orchestrator.state import (
+    Cause,
+    Job,
+    NodeState,
+    Occupant,
+    Standby,
+    natural,
+    slot_key,
+)
+from keepstep.orchestrator.turn import Turn
+from keepstep.wire import DropStandby, Fence, Hello, Order, StandbyFact, WorkerFact
+
+SILENT_SETTLE_SECONDS = 0.25
+"""Between the first sign of silence and the verdict: time to see whether all fall silent."""
+SELF_DOUBT_NODES_MIN = 2
+SELF_DOUBT_SECONDS_MAX = 15.0
+TERM_GRACE_SECONDS = 5.0
+"""A new leader gives agents this long to find it before their silence counts."""
+MISSING_SECONDS = 0.3
+"""After a Hello: an agent that knows how a worker ended says so at once; then the worker is dead
+in any case."""
+
+
+def hello(turn: Turn, event: Hello) -> None:
+    """An agent's stream begins: update the node, compare, and tell it what it may have missed."""
+    cluster = turn.cluster
+    state = cluster.nodes.get(event.node)
+    if state is not None and state.alive and state.boot != event.boot:
+        lose(turn, event.node, "it rebooted")
+    returned = state is not None and not state.alive
+    moved_store = state is not None and state.store_port != event.store_port
+    _register(turn, event, state)
+    state = cluster.nodes[event.node]
+    if state.boot == event.boot and moved_store and not returned:
+        _store_moved(turn, state)
+    what = "is back" if returned else "says hello"
+    turn.note(f"node {event.node} {what} with {event.slots} slots, boot {event.boot}")
+    _compare_workers(turn, state, event.workers)
+    _compare_standbys(turn, state, event.standbys)
+    for name in sorted({user.job for user in state.uses.values()}):
+        job = cluster.jobs.get(name)
+        if job is not None and not job.state.over:
+            orders.tell(turn, job, only=event.node)
+    spares.index(cluster, state)
+
+
+def _register(turn: Turn, event: Hello, state: NodeState | None) -> None:
+    cluster = turn.cluster
+    if state is None or state.boot != event.boot:
+        serial = cluster.next()
+    else:
+        serial = state.serial
+    if state is None:
+        state = NodeState(
+            event.node,
+            event.address,
+            event.slots,
+            event.peer_port,
+            event.store_port,
+            event.boot,
+            serial,
+        )
+        cluster.nodes[event.node] = state
+    state.store_good = state.store_good or state.store_port != event.store_port
+    state.address, state.slots = event.address, event.slots
+    state.peer_port, state.store_port = event.peer_port, event.store_port
+    state.boot, state.serial = event.boot, serial
+    state.alive, state.linked, state.silent_at = True, True, -1.0
+    state.labels = dict(event.labels)
+    cluster.doubtful.pop(event.node, None)
+    turn.touched = True
+
+
+def _store_moved(turn: Turn, state: NodeState) -> None:
+    """The store process is a new one: generations that meet there have lost their rendezvous."""
+    for name in turn.cluster.open_jobs:
+        job = turn.cluster.jobs[name]
+        if job.roster is not None and job.roster.store_node == state.node:
+            cause = Cause(Sign.STORE_LOST, node=state.node)
+            why = f"the store on {state.node} was replaced"
+            migration.step(turn, job, incidents.Fault((cause,), why))
+
+
+def _compare_workers(turn: Turn, state: NodeState, facts: tuple[WorkerFact, ...]) -> None:
+    listed = {(fact.job, fact.rank, fact.incarnation) for fact in facts}
+    for fact in facts:
+        if not _rightful(turn, state, fact) and not sabotage.off("fence"):
+            _fence_stray(turn, state, fact)
+    for slot, user in sorted(state.uses.items()):
+        if user.rank < 0 or (user.job, user.rank, user.incarnation) in listed:
+            continue
+        if user.fenced:
+            spares.release(turn.cluster, state.node, slot)
+            continue
+        job = turn.cluster.jobs[user.job]
+        if not _untold(job, user, any(fact.job == user.job for fact in facts)):
+            job.missing[user.rank] = turn.now + MISSING_SECONDS
+
+
+def _rightful(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
+    user = state.uses.get(fact.slot)
+    return user == Occupant(fact.job, fact.rank, fact.incarnation)
+
+
+def _fence_stray(turn: Turn, state: NodeState, fact: WorkerFact) -> None:
+    """A worker whose seat is somebody else's by now. It dies before its slot is used again."""
+    cluster = turn.cluster
+    job = cluster.jobs.get(fact.job)
+    generation = max(job.generation if job else fact.generation, fact.generation)
+    seat = Seat(fact.rank, state.node, fact.slot, fact.incarnation)
+    name = f"{fact.job}/g{generation}/stray/{state.node}/{fact.rank}.{fact.incarnation}"
+    turn.orders.append(
+        Order(cluster.term, generation, OrderId(name), fact.job, (state.node,), Fence((seat,)))
+    )
+    if fact.slot not in state.uses and fact.slot < state.slots:
+        user = Occupant(fact.job, fact.rank, fact.incarnation, fenced=True)
+        spares.occupy(cluster, state.node, fact.slot, user)
+    turn.note(
+        f"{state.node} still runs incarnation {fact.incarnation} of rank {fact.rank} of "
+        f"generation {fact.generation}: fenced"
+    )
+
+
+def _untold(job: Job, user: Occupant, others_listed: bool) -> bool:
+    """True for a worker whose order may never have arrived: it is told again, not mourned."""
+    moving = job.migration
+    if moving is None:
+        return False
+    if user.rank in moving.fresh and moving.phase in (Phase.QUIESCE, Phase.HOLD):
+        return True
+    return moving.cold and moving.phase is Phase.RESUME and not job.begun and not others_listed
+
+
+def _compare_standbys(turn: Turn, state: NodeState, facts: tuple[StandbyFact, ...]) -> None:
+    cluster = turn.cluster
+    listed = {fact.slot: fact for fact in facts}
+    for slot, user in sorted(state.uses.items()):
+        if user.rank >= 0:
+            continue
+        job = cluster.jobs[user.job]
+        fact = listed.get(slot)
+        if fact is None or fact.job != user.job:
+            spares.start_standby(turn, job, job.standbys[slot_key(state.node, slot)])
+        elif fact.ready:
+            spares.standby_ready(turn, job, state.node, slot, fact.level)
+    for fact in facts:
+        if fact.slot not in state.uses:
+            _adopt_or_drop(turn, state, fact)
+
+
+def _adopt_or_drop(turn: Turn, state: NodeState, fact: StandbyFact) -> None:
+    job = turn.cluster.jobs.get(fact.job)
+    wanted = (
+        job is not None
+        and not job.state.over
+        and job.roster is not None
+        and len(job.standbys) < job.spec.spares
+        and fact.slot < state.slots
+    )
+    if job is not None and wanted:
+        spares.occupy(turn.cluster, state.node, fact.slot, Occupant(fact.job))
+        job.standbys[slot_key(state.node, fact.slot)] = Standby(
+            state.node, fact.slot, turn.cluster.next(), fact.ready, fact.level
+        )
+        turn.note(f"the standby on {state.node} slot {fact.slot} is kept", job)
+        return
+    generation = job.generation if job else orders.NO_GENERATION
+    name = OrderId(f"{fact.job}/g{generation}/drop/{state.node}.{fact.slot}/stray")
+    action = DropStandby(fact.slot)
+    turn.orders.append(Order(turn.cluster.term, generation, name, fact.job, (state.node,), action))
+
+
+def link_lost(turn: Turn, node: NodeId) -> None:
+    state = turn.cluster.nodes.get(node)
+    if state is None or not state.alive or not state.linked:
+        turn.ignore(f"closed stream of {node} ignored: nothing was expected of it")
+        return
+    state.linked, state.unlinked_at = False, turn.now
+    turn.cluster.doubtful.setdefault(node, turn.now)
+    turn.note(f"the stream of {node} closed: its agent may be restarting")
+
+
+def silent(turn: Turn, node: NodeId) -> None:
+    state = turn.cluster.nodes.get(node)
+    if state is None or not state.alive or state.silent_at >= 0:
+        turn.ignore(f"silence of {node} ignored: nothing was expected of it")
+        return
+    state.silent_at = turn.now
+    turn.cluster.doubtful.setdefault(node, turn.now)
+    turn.note(f"node {node} fell silent")
+
+
+def heard(turn: Turn, state: NodeState) -> None:
+    """A message from a node that was taken for silent: it is not."""
+    if state.silent_at >= 0:
+        state.silent_at = -1.0
+        if state.linked:
+            turn.cluster.doubtful.pop(state.node, None)
+        turn.note(f"node {state.node} is heard again")
+
+
+def tick(turn: Turn) -> None:
+    """Give up the nodes whose time has come."""
+    cluster = turn.cluster
+    if not cluster.doubtful:
+        return
+    due = []
+    for node in sorted(cluster.doubtful, key=natural):
+        why = _given_up(turn, cluster.nodes[node])
+        if why:
+            due.append((node, why))
+    if not due:
+        return
+    if len(cluster.doubtful) > SELF_DOUBT_NODES_MIN:
+        alive = sum(1 for state in cluster.nodes.values() if state.alive)
+        since = min(cluster.doubtful.values())
+        if 2 * len(cluster.doubtful) > alive and turn.now < since + SELF_DOUBT_SECONDS_MAX:
+            # So many at once: the fault is more likely ours, or between them and us.
+            return
+    for node, why in due:
+        if cluster.nodes[node].alive:
+            lose(turn, node, why)
+
+
+def _given_up(turn: Turn, state: NodeState) -> str:
+    if state.silent_at >= 0 and turn.now >= state.silent_at + SILENT_SETTLE_SECONDS:
+        return "its heartbeats stopped"
+    if state.linked:
+        return ""
+    jobs = [turn.cluster.jobs[name] for name in sorted({u.job for u in state.uses.values()})]
+    policies = [job.spec.policy for job in jobs if not job.state.over] or [Policy()]
+    away = turn.now - state.unlinked_at
+    if away >= min(p.silent_seconds_max for p in policies):
+        return f"its stream is closed for {away:.1f} s"
+    if away >= min(p.restart_grace_seconds for p in policies) and any(
+        job.broken_at >= 0 for job in jobs
+    ):
+        return "its stream is closed and others have broken collectives"
+    return ""
+
+
+def lose(turn: Turn, node: NodeId, why: str) -> None:
+    """A node and all on it are gone: per job one fault, whatever the number of ranks."""
+    cluster = turn.cluster
+    state = cluster.nodes[node]
+    state.alive, state.linked, state.silent_at = False, False, -1.0
+    cluster.doubtful.pop(node, None)
+    users = sorted(state.uses.items())
+    state.uses = {}
+    spares.index(cluster, state)
+    turn.note(f"node {node} is lost: {why}")
+    names: dict[JobId, bool] = {}
+    for slot, user in users:
+        names.setdefault(user.job, False)
+        if user.rank < 0:
+            cluster.jobs[user.job].standbys.pop(slot_key(node, slot), None)
+        elif not user.fenced:
+            names[user.job] = True
+    for name, seated in sorted(names.items()):
+        job = cluster.jobs.get(name)
+        if job is None or job.state.over:
+            continue
+        _forget_missing(job, users)
+        if seated:
+            migration.step(turn, job, incidents.node_lost(job, node, why))
+
+
+def _forget_missing(job: Job, users: list[tuple[int, Occupant]]) -> None:
+    for _, user in users:
+        if user.job == job.spec.job:
+            job.missing.pop(Rank(user.rank), None)
+
+
+def term_began(turn: Turn) -> None:
+    """A new leader has no streams yet; agents come to it. What is under way is told again."""
+    cluster = turn.cluster
+    for node, state in cluster.nodes.items():
+        if state.alive:
+            state.linked, state.silent_at = False, -1.0
+            state.unlinked_at = turn.now + TERM_GRACE_SECONDS
+            cluster.doubtful[node] = turn.now + TERM_GRACE_SECONDS
+    for name in cluster.open_jobs:
+        job = cluster.jobs[name]
+        orders.tell(turn, job)
+        for _, standby in sorted(job.standbys.items()):
+            if not standby.ready:
+                spares.start_standby(turn, job, standby)

@@ -1,0 +1,135 @@
+"""What the present phase tells whom: computed from the state, so that it can be told again.
+
+A new leader, a node that reconnects and the phase's own beginning all call `tell`. Every order is
+safe to repeat and carries the same id each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from keepstep.model import Endpoint, Generation, NodeId, Phase, Rank, Seat
+from keepstep.orchestrator.state import Cluster, Job, Migration
+from keepstep.orchestrator.turn import Turn
+from keepstep.wire import (
+    Assign,
+    Fence,
+    Membership,
+    Quiesce,
+    Reform,
+    Resume,
+    Save,
+    StartWorkers,
+)
+
+NO_GENERATION = Generation(0)
+"""For orders about jobs that the brain no longer knows."""
+
+
+def tell(turn: Turn, job: Job, only: NodeId | None = None) -> None:
+    """The orders of the present phase, to all nodes or to one that may have missed them."""
+    migration = job.migration
+    if migration is None or job.roster is None:
+        return
+    match migration.phase:
+        case Phase.ALLOCATE | Phase.FALLBACK:
+            fence(turn, job, migration.fences, only)
+        case Phase.QUIESCE | Phase.HOLD:
+            _tell_quiesce(turn, job, migration, only)
+        case Phase.REFORM:
+            _tell_reform(turn, job, migration, only)
+        case Phase.RESUME if migration.cold:
+            _tell_start(turn, job, migration, only)
+        case Phase.RESUME:
+            assert migration.plan is not None
+            nodes = _nodes(turn.cluster, job, only)
+            turn.order(job, "resume", nodes, Resume(migration.plan.boundary))
+        case Phase.SAVE:
+            assert migration.plan is not None
+            plan = migration.plan
+            action = Save(plan.boundary, plan.writer, plan.path, plan.homes)
+            nodes = _nodes(turn.cluster, job, only, without=migration.gone)
+            turn.order(job, f"save/{plan.writer}", nodes, action)
+        case _:
+            raise AssertionError(f"a migration does not rest in {migration.phase}")
+
+
+def membership(cluster: Cluster, job: Job) -> Membership:
+    """What a worker has to know of the job's roster."""
+    roster = job.roster
+    assert roster is not None
+    store = cluster.nodes[roster.store_node]
+    where = Endpoint(store.address, store.store_port)
+    return Membership(len(roster.seats), roster.secret, where, roster.mirror_stride)
+
+
+def fence(turn: Turn, job: Job, incarnations: dict[Rank, int], only: NodeId | None = None) -> None:
+    """Kill these workers, each where its seat is."""
+    assert job.roster is not None
+    by_node: dict[NodeId, list[Seat]] = {}
+    for rank in sorted(incarnations):
+        seat = job.roster.seats[rank]
+        if only is None or seat.node == only:
+            by_node.setdefault(seat.node, []).append(seat)
+    for node, seats in by_node.items():
+        if turn.cluster.nodes[node].alive:
+            name = f"fence/{node}/{seats[0].rank}.{seats[0].incarnation}"
+            turn.order(job, name, (node,), Fence(tuple(seats)))
+
+
+def _tell_quiesce(turn: Turn, job: Job, migration: Migration, only: NodeId | None) -> None:
+    assert job.roster is not None
+    survivors = _nodes(
+        turn.cluster, job, only, without={**migration.gone, **dict.fromkeys(migration.fresh)}
+    )
+    incident = job.incident
+    why = incident.story[0].why if incident and incident.story else migration.purpose
+    turn.order(job, "quiesce", survivors, Quiesce(why))
+    known = membership(turn.cluster, job)
+    for rank in sorted(migration.fresh):
+        seat = job.roster.seats[rank]
+        if only is None or seat.node == only:
+            name = f"assign/{rank}.{seat.incarnation}"
+            turn.order(job, name, (seat.node,), Assign(job.spec, seat, known))
+
+
+def _tell_reform(turn: Turn, job: Job, migration: Migration, only: NodeId | None) -> None:
+    plan = migration.plan
+    assert plan is not None
+    action = Reform(
+        membership(turn.cluster, job), plan.boundary, plan.digest, plan.moves, plan.homes
+    )
+    turn.order(job, "reform", _nodes(turn.cluster, job, only), action)
+
+
+def _tell_start(turn: Turn, job: Job, migration: Migration, only: NodeId | None) -> None:
+    assert job.roster is not None
+    by_node: dict[NodeId, list[Seat]] = {}
+    for seat in _seats(turn.cluster, job, only):
+        by_node.setdefault(seat.node, []).append(seat)
+    known = membership(turn.cluster, job)
+    for node, seats in by_node.items():
+        action = StartWorkers(job.spec, tuple(seats), known, job.published_path)
+        turn.order(job, f"start/{node}", (node,), action)
+
+
+def _nodes(
+    cluster: Cluster, job: Job, only: NodeId | None, without: Iterable[Rank] = ()
+) -> list[NodeId]:
+    """Nodes with seats of the job, in the order of ranks; with `only`, that one at most."""
+    absent = without if isinstance(without, dict) else set(without)
+    seats = _seats(cluster, job, only)
+    nodes = dict.fromkeys(seat.node for seat in seats if seat.rank not in absent)
+    return [node for node in nodes if cluster.nodes[node].alive]
+
+
+def _seats(cluster: Cluster, job: Job, only: NodeId | None) -> Iterable[Seat]:
+    assert job.roster is not None
+    if only is None:
+        return job.roster.seats
+    ranks = sorted(
+        user.rank
+        for user in cluster.nodes[only].uses.values()
+        if user.job == job.spec.job and user.rank >= 0 and not user.fenced
+    )
+    return [job.roster.seats[r] for r in ranks if job.roster.seats[r].node == only]

@@ -1,0 +1,486 @@
+"""The loop: receive -> step -> journal -> order.
+
+    agents' streams --+                                      +--> agents' streams
+    operators (api) --+--> inbox --> brain.step --> journal --+--> operators
+    our own ticks  ---+              (pure)       (on disk)   +--> /v1/events
+
+An order leaves only after the step that issued it is on disk. Events that wait together share one
+write; one alone is handled at once. Steps that change nothing are not journaled, and heartbeats
+never reach the brain at all: who is alive is kept in memory and judged in liveness.py.
+
+A restart loads the newest snapshot, replays what came after it, begins a higher term and tells the
+brain so; the agents reconnect by themselves and are told again what they need. If somebody else
+has begun a term since, the journal says Deposed, and this process must act no more: it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import secrets
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepstep import codec, failpoint, wire
+from keepstep.clock import Clock
+from keepstep.config import OrchestratorConfig
+from keepstep.errors import Deposed, Permanent, WireError
+from keepstep.model import JobId, NodeId, Term
+from keepstep.orchestrator import brain, events, state, view
+from keepstep.orchestrator.journal import Entry, Journal
+from keepstep.orchestrator.liveness import own_lateness, silent_nodes
+from keepstep.orchestrator.streams import AgentStream
+
+TICK_SECONDS_MIN = 0.02
+"""The shortest time between two ticks."""
+REREADS_MAX = 100
+"""Steps that may fail in one term, each answered by reading the journal again, before we leave."""
+
+Log = Callable[..., None]
+"""log("order.sent", job=…, why=…): events, not prose."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """One event in the inbox, and who waits for its decision."""
+
+    event: events.Event
+    decided: asyncio.Future[brain.Decision] | None = None
+
+
+@dataclass(slots=True)
+class _Stepped:
+    """One step that is not on disk yet."""
+
+    waiting: _Waiting
+    decision: brain.Decision
+    jobs: tuple[JobId, ...]
+    phases: dict[str, str]
+    """Where those jobs were after the step; the cluster itself goes on to the next step."""
+    now: float
+
+
+@dataclass(slots=True)
+class _Liveness:
+    """Who was heard when, on this process's monotonic clock. Never stored."""
+
+    last_heard: dict[NodeId, float] = field(default_factory=dict)
+    heartbeats: dict[NodeId, wire.Heartbeat] = field(default_factory=dict)
+
+
+class Orchestrator:
+    """One leader, from the start of its term to its end."""
+
+    def __init__(
+        self, journal: Journal, config: OrchestratorConfig, clock: Clock, token: str, log: Log
+    ) -> None:
+        self._journal = journal
+        self._config = config
+        self._clock = clock
+        self._token = token
+        self._log = log
+        self._inbox: asyncio.Queue[_Waiting] = asyncio.Queue(config.inbox_events_max)
+        self._streams: dict[NodeId, AgentStream] = {}
+        self._alive = _Liveness()
+        self._snapshot_seq = 0
+        self._tick_waiting = False
+        self._rereads = 0
+        self._hurried = asyncio.Event()
+        """Set by each step that changed something: the next tick may be due earlier now."""
+        self.history: deque[dict[str, Any]] = deque(maxlen=config.history_entries_max)
+        self._told = asyncio.Event()
+        self._standing = journal.begin_term()
+        self._heads: dict[str, str] = dict(self._standing.jobs)
+        self.cluster, moment = self._restore()
+        self._started_now = max(moment, clock.now())
+        self._started_monotonic = clock.monotonic()
+        self._begin_term()
+
+    # ---------------------------------------------------------------- the life of a leader
+
+    async def run(self) -> None:
+        """Lead until cancelled, or until deposed (which raises)."""
+        beats = asyncio.create_task(self._beat())
+        try:
+            await self._work()
+        finally:
+            beats.cancel()
+            for stream in tuple(self._streams.values()):
+                stream.drop("the orchestrator is leaving")
+
+    @property
+    def term(self) -> Term:
+        return self._standing.term
+
+    def now(self) -> float:
+        """Wall-clock time that never goes back and never jumps: anchored once, then monotonic."""
+        return self._started_now + (self._clock.monotonic() - self._started_monotonic)
+
+    async def decide(self, event: events.Event) -> brain.Decision:
+        """Hand an operator's event to the brain and wait until its decision is on disk."""
+        decided: asyncio.Future[brain.Decision] = asyncio.get_running_loop().create_future()
+        await self._inbox.put(_Waiting(event, decided))
+        return await decided
+
+    def picture(self) -> dict[str, Any]:
+        """The cluster for people: the brain's own view, and what only heartbeats know."""
+        plain = view.describe(self.cluster)
+        plain["term"] = self.term
+        plain["now"] = self.now()
+        plain["connected"] = sorted(self._streams)
+        plain["pulses"] = [codec.to_plain(beat) for beat in self._alive.heartbeats.values()]
+        return plain
+
+    async def told(self, after: int) -> AsyncIterator[dict[str, Any] | None]:
+        """Decisions after a seq as they happen; None every few seconds, to show that we live."""
+        while True:
+            # Taken before the look: a decision made while the caller is busy is not missed.
+            more = self._told
+            for record in tuple(self.history):
+                if record["seq"] > after:
+                    after = record["seq"]
+                    yield record
+            try:
+                async with asyncio.timeout(5.0):
+                    await more.wait()
+            except TimeoutError:
+                yield None
+
+    # ---------------------------------------------------------------- restore
+
+    def _restore(self) -> tuple[state.Cluster, float]:
+        """The state that the journal implies, and the moment of its newest entry."""
+        loaded = self._journal.load()
+        if loaded.snapshot is None:
+            if loaded.entries:
+                raise Permanent("the journal has entries but no first snapshot: it was damaged")
+            # The secret of a cluster is made once and never derived again: it is in the journal.
+            cluster, moment = state.new_cluster(secrets.token_hex(16)), 0.0
+            self._write_snapshot(cluster, 0, moment)
+            return cluster, moment
+        cluster = state.from_plain(loaded.snapshot["cluster"])
+        moment = float(loaded.snapshot["now"])
+        for body in loaded.entries:
+            moment = float(body["now"])
+            cluster = brain.step(cluster, events.from_plain(body["event"]), moment).cluster
+        self._snapshot_seq = loaded.at_seq
+        self._log("journal.replayed", snapshot_seq=loaded.at_seq, entries=len(loaded.entries))
+        return cluster, moment
+
+    def _begin_term(self) -> None:
+        self._log("term.began", term=self.term)
+        self._handle([_Waiting(events.TermBegan(self.term))])
+        # Nobody is connected yet. Each node that the cluster believes in gets one full period.
+        now = self._clock.monotonic()
+        believed = [node.node for node in self.cluster.nodes.values() if node.alive]
+        self._alive.last_heard = dict.fromkeys(believed, now)
+
+    # ---------------------------------------------------------------- receive -> step -> journal
+
+    async def _work(self) -> None:
+        while True:
+            waiting = [await self._inbox.get()]
+            while len(waiting) < self._config.batch_events_max and not self._inbox.empty():
+                waiting.append(self._inbox.get_nowait())
+            try:
+                self._handle(waiting)
+                self._snapshot_if_due()
+            except Deposed as error:
+                self._log("term.deposed", term=self.term, why=str(error))
+                for item in waiting:
+                    if item.decided is not None and not item.decided.done():
+                        item.decided.set_exception(error)
+                raise
+            # A long queue must not starve the streams' readers: let them run between batches.
+            await asyncio.sleep(0)
+
+    def _handle(self, waiting: list[_Waiting]) -> None:
+        """Step each event, write the steps together, let their orders out."""
+        steps: list[_Stepped] = []
+        for item in waiting:
+            if isinstance(item.event, events.Tick):
+                self._tick_waiting = False
+            now = self.now()
+            try:
+                decision = brain.step(self.cluster, item.event, now)
+            except Exception as error:
+                self._commit(steps)
+                steps = []
+                self._reread(item, error)
+                continue
+            self.cluster = decision.cluster
+            jobs = _jobs_touched(item.event, decision)
+            steps.append(_Stepped(item, decision, jobs, view.phases(self.cluster, jobs), now))
+        self._commit(steps)
+
+    def _reread(self, item: _Waiting, error: Exception) -> None:
+        """A bug of ours may have left the state half changed: leave the event out, and take the
+        state from the journal, where every step is whole."""
+        trace = traceback.format_exc()
+        self._log("step.failed", kind=type(item.event).__name__, why=repr(error), trace=trace)
+        if item.decided is not None and not item.decided.done():
+            item.decided.set_exception(Permanent(f"a bug of the orchestrator's: {error!r}"))
+        self._rereads += 1
+        if self._rereads > REREADS_MAX:
+            raise Permanent(f"{REREADS_MAX} steps failed in this term: {error!r}") from error
+        self.cluster, _ = self._restore()
+
+    def _commit(self, steps: list[_Stepped]) -> None:
+        """Write what changed, then let the orders out."""
+        entries = [_entry(done) for done in steps if _to_be_kept(done.decision)]
+        if entries:
+            self._standing = self._journal.append(self.term, self._standing.head, entries)
+            self._heads |= self._standing.jobs
+            self._hurried.set()
+        for done in steps:
+            for phase in view.phases(self.cluster, done.jobs).values():
+                # On disk, and not told to anybody: the worst moment for a leader to die.
+                failpoint.reach(f"orchestrator-{phase}")
+            self._send(done.decision)
+            if done.waiting.decided is not None and not done.waiting.decided.done():
+                done.waiting.decided.set_result(done.decision)
+        self._tell([done for done in steps if _to_be_kept(done.decision)])
+
+    def _send(self, decision: brain.Decision) -> None:
+        for order in decision.orders:
+            frame = wire.encode(order)
+            for node in order.nodes:
+                # A node without a stream is told when it says Hello.
+                if stream := self._streams.get(node):
+                    stream.send(frame)
+        for node, answer in decision.answers:
+            if stream := self._streams.get(node):
+                stream.send(wire.encode(answer))
+
+    def _tell(self, steps: list[_Stepped]) -> None:
+        if not steps:
+            return
+        last_seq = self._standing.seq
+        for offset, done in enumerate(steps):
+            seq = last_seq - len(steps) + 1 + offset
+            record = _record(seq, done)
+            self.history.append(record)
+            self._log("decided", **record)
+        self._told.set()
+        self._told = asyncio.Event()
+
+    def _snapshot_if_due(self) -> None:
+        grown = self._standing.seq - self._snapshot_seq
+        due = self._config.snapshot_entries
+        # Not in the middle of a recovery, where every millisecond counts, unless long overdue.
+        if grown < due or (grown < 4 * due and brain.due(self.cluster) is not None):
+            return
+        self._write_snapshot(self.cluster, self._standing.seq, self.now())
+
+    def _write_snapshot(self, cluster: state.Cluster, seq: int, now: float) -> None:
+        plain = {"cluster": state.to_plain(cluster), "now": now}
+        self._standing = self._journal.snapshot(self.term, self._standing.head, plain, seq)
+        self._snapshot_seq = seq
+        self._log("journal.snapshot", seq=seq)
+
+    # ---------------------------------------------------------------- our own clock
+
+    async def _beat(self) -> None:
+        """Ticks, pulses and the judgement of silence."""
+        pulse_due = tick_due = woken_due = self._clock.monotonic()
+        while True:
+            now = self._clock.monotonic()
+            late = own_lateness(woken_due, now, self._config.late_seconds_max)
+            if late:
+                self._log("loop.late", seconds=round(late, 3), why="deadlines pushed back")
+                heard = self._alive.last_heard
+                self._alive.last_heard = {n: min(now, at + late) for n, at in heard.items()}
+            await self._judge_silence(now)
+            if now >= pulse_due:
+                pulse_due = now + self._config.pulse_seconds
+                self._pulse()
+            if now >= tick_due:
+                if not self._tick_waiting:
+                    self._tick_waiting = True
+                    await self._inbox.put(_Waiting(events.Tick()))
+                tick_due = now + self._until_tick()
+            tick_due = await self._doze(tick_due, pulse_due)
+            woken_due = min(tick_due, pulse_due)
+
+    async def _doze(self, tick_due: float, pulse_due: float) -> float:
+        """Sleep until something is due. A step may bring the next tick forward: when it is due."""
+        while (left := min(tick_due, pulse_due) - self._clock.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left):
+                    await self._hurried.wait()
+            except TimeoutError:
+                break
+            self._hurried.clear()
+            tick_due = min(tick_due, self._clock.monotonic() + self._until_tick())
+        return tick_due
+
+    def _until_tick(self) -> float:
+        """Seconds until the brain should look at its clock: its own deadline, or a period."""
+        due = brain.due(self.cluster)
+        if due is None:
+            return self._config.tick_seconds
+        # Not at once even if overdue: a budget that ran out must not make us spin.
+        return min(max(due - self.now(), TICK_SECONDS_MIN), self._config.tick_busy_seconds)
+
+    async def _judge_silence(self, now: float) -> None:
+        limit = self._silent_seconds_max()
+        for node in silent_nodes(self._alive.last_heard, now, limit):
+            seconds = now - self._alive.last_heard.pop(node)
+            self._alive.heartbeats.pop(node, None)
+            self._log("node.silent", node=node, seconds=round(seconds, 3))
+            # The stream may look open for minutes: whoever comes back must say Hello again.
+            if stream := self._streams.pop(node, None):
+                stream.drop("silent")
+            await self._inbox.put(_Waiting(events.NodeSilent(node)))
+
+    def _silent_seconds_max(self) -> float:
+        limits = [self._config.silent_seconds_max]
+        jobs = self.cluster.jobs
+        limits += [jobs[j].spec.policy.silent_seconds_max for j in self.cluster.open_jobs]
+        return min(limits)
+
+    def _pulse(self) -> None:
+        frame = wire.encode(self._own_pulse())
+        for stream in tuple(self._streams.values()):
+            stream.send(frame)
+
+    def _own_pulse(self) -> wire.Pulse:
+        """The heads of jobs that run: their step logs quote them."""
+        heads = {job: self._heads[job] for job in self.cluster.open_jobs if job in self._heads}
+        return wire.Pulse(self.term, {str(job): head for job, head in heads.items()})
+
+    # ---------------------------------------------------------------- agents
+
+    async def serve_agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One agent's stream, from its Hello to its end."""
+        try:
+            async with asyncio.timeout(self._config.hello_seconds_max):
+                hello = await wire.read(reader)
+        except (TimeoutError, asyncio.IncompleteReadError, WireError) as error:
+            await _refuse(writer, f"no Hello that could be read: {error}")
+            return
+        if refusal := self._why_not(hello):
+            self._log("agent.refused", why=refusal)
+            await _refuse(writer, refusal)
+            return
+        # The token is checked and forgotten: it must not reach the journal.
+        hello = dataclasses.replace(hello, token="")
+        limit = self._config.outbox_messages_max
+        stream = AgentStream(hello.node, reader, writer, outbox_messages_max=limit)
+        if old := self._streams.get(hello.node):
+            old.drop("replaced by a newer connection")
+        self._streams[hello.node] = stream
+        self._heard(hello.node)
+        self._log("agent.connected", node=hello.node, workers=len(hello.workers))
+        stream.send(wire.encode(self._own_pulse()))
+        await self._inbox.put(_Waiting(hello))
+        try:
+            async for message in stream.messages():
+                await self._receive(stream, message)
+        finally:
+            await self._link_ended(stream)
+
+    def _why_not(self, hello: wire.Message) -> str:
+        if not isinstance(hello, wire.Hello):
+            return f"the first message is a Hello, not a {type(hello).__name__}"
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            return "the token is not this cluster's; give the agent the orchestrator's token file"
+        if not hello.node:
+            return "a node needs a name"
+        if hello.term_seen > self.term:
+            return f"you have seen term {hello.term_seen}, this orchestrator leads term {self.term}"
+        return ""
+
+    async def _receive(self, stream: AgentStream, message: wire.Message) -> None:
+        if self._streams.get(stream.node) is not stream:
+            return  # Bytes of a connection that has been replaced or given up.
+        if getattr(message, "node", None) != stream.node:
+            stream.drop(f"a {type(message).__name__} of another node, or of none")
+            return
+        self._heard(stream.node)
+        match message:
+            case wire.Heartbeat():
+                self._alive.heartbeats[stream.node] = message
+            case (
+                wire.Observed()
+                | wire.Stalled()
+                | wire.PhaseReport()
+                | wire.StandbyReport()
+                | wire.Publish()
+            ):
+                await self._inbox.put(_Waiting(message))
+            case _:
+                stream.drop(f"{type(message).__name__} is not for an orchestrator")
+
+    def _heard(self, node: NodeId) -> None:
+        self._alive.last_heard[node] = self._clock.monotonic()
+
+    async def _link_ended(self, stream: AgentStream) -> None:
+        if self._streams.get(stream.node) is not stream:
+            return
+        del self._streams[stream.node]
+        self._log("agent.disconnected", node=stream.node, why=stream.dropped or "stream ended")
+        # Without waiting: this runs while the connection's task may be being cancelled.
+        try:
+            self._inbox.put_nowait(_Waiting(events.LinkLost(stream.node)))
+        except asyncio.QueueFull:
+            # Silence will say the same within seconds.
+            return
+
+
+async def _refuse(writer: asyncio.StreamWriter, why: str) -> None:
+    writer.write(wire.encode(wire.Refused(why)))
+    async with asyncio.timeout(1.0):
+        await writer.drain()
+
+
+def _to_be_kept(decision: brain.Decision) -> bool:
+    return decision.changed or bool(decision.orders)
+
+
+def _jobs_touched(event: events.Event, decision: brain.Decision) -> tuple[JobId, ...]:
+    """The jobs that a step is about, or changed, or gave orders for: it goes into their chains."""
+    touched = {order.job for order in decision.orders}
+    touched |= {note.job for note in decision.notes}
+    touched |= {events.job_of(event) or JobId("")}
+    return tuple(sorted(touched - {JobId("")}))
+
+
+def _entry(done: _Stepped) -> Entry:
+    body = {
+        "event": events.to_plain(done.waiting.event),
+        "now": done.now,
+        "orders": [_order_line(order) for order in done.decision.orders],
+        "why": done.decision.why,
+    }
+    return Entry(done.jobs, body)
+
+
+def _order_line(order: wire.Order) -> dict[str, Any]:
+    """An order as the journal names it; replaying the event gives the whole of it again."""
+    kind = type(order.action).__name__
+    nodes = len(order.nodes)
+    return {"generation": order.generation, "id": order.order_id, "kind": kind, "nodes": nodes}
+
+
+def _record(seq: int, done: _Stepped) -> dict[str, Any]:
+    """One decision as /v1/events and the log show it."""
+    event = done.waiting.event
+    return {
+        "seq": seq,
+        "at": done.now,
+        "kind": type(event).__name__,
+        "jobs": list(done.jobs),
+        "node": getattr(event, "node", None),
+        "why": done.decision.why,
+        "phases": done.phases,
+        "notes": [
+            {"job": note.job, "incident": note.incident, "phase": note.phase, "why": note.why}
+            for note in done.decision.notes
+        ],
+        "orders": [f"{type(o.action).__name__} to {len(o.nodes)}" for o in done.decision.orders],
+    }

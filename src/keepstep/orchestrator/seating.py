@@ -1,0 +1,77 @@
+"""Empty seats and the spares that take them: the part of a migration that fills the roster."""
+
+from __future__ import annotations
+
+from keepstep.model import JobState, Rank, Seat
+from keepstep.orchestrator import spares
+from keepstep.orchestrator.state import Job, Migration, Occupant
+from keepstep.orchestrator.turn import Turn
+
+
+def seat_joiners(turn: Turn, job: Job, seats: list[Seat]) -> list[str]:
+    """Give empty seats to spares while there are any; says which."""
+    migration = job.migration
+    assert migration is not None
+    told = []
+    for rank in sorted(migration.gone):
+        choice = spares.choose(turn.cluster, job, turn.now)
+        if choice is None:
+            break
+        incarnation = seats[rank].incarnation + 1
+        spares.take(turn.cluster, job, choice, rank, incarnation)
+        seats[rank] = Seat(rank, choice.node, choice.slot, incarnation)
+        del migration.gone[rank]
+        migration.fresh[rank] = turn.now
+        migration.joined[rank] = incarnation
+        told.append(f"rank {rank} to {choice.why}")
+    return told
+
+
+def hold_clock(turn: Turn, job: Job, holding: bool) -> None:
+    migration = job.migration
+    assert migration is not None
+    job.state = JobState.HELD if holding else JobState.MIGRATING
+    if not holding:
+        migration.hold_since = -1.0
+    elif migration.hold_since < 0:
+        migration.hold_since = turn.now
+
+
+def allocated_why(job: Job, chosen: list[str], holding: bool) -> str:
+    migration = job.migration
+    assert migration is not None
+    moved = ", ".join(chosen[:4]) + (f" and {len(chosen) - 4} more" if len(chosen) > 4 else "")
+    if holding:
+        empty = ", ".join(map(str, sorted(migration.gone)[:8]))
+        rest = f"; migrating {moved}" if chosen else ""
+        return f"no spare for rank {empty}: survivors hold in generation {job.generation}{rest}"
+    if chosen:
+        return f"migrating {moved} in generation {job.generation}"
+    if migration.purpose == "save":
+        return f"quiescing for a checkpoint in generation {job.generation}"
+    return f"same seats, groups formed anew in generation {job.generation}"
+
+
+def vacate(turn: Turn, job: Job, rank: Rank, why: str) -> None:
+    """A seat's worker is gone. On a lost node the slot went with the node."""
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    seat = now.seats[rank]
+    node = turn.cluster.nodes[seat.node]
+    user = node.uses.get(seat.slot)
+    if user == Occupant(job.spec.job, rank, seat.incarnation) or (
+        user == Occupant(job.spec.job, rank, seat.incarnation, fenced=True)
+    ):
+        spares.release(turn.cluster, seat.node, seat.slot)
+    migration.fences.pop(rank, None)
+    migration.fresh.pop(rank, None)
+    migration.gone[rank] = why
+
+
+def forget_finished(job: Job, migration: Migration) -> None:
+    """Ranks that have left in good order take their state with them: they have to come back."""
+    for rank in job.finished:
+        migration.gone[rank] = "it had finished"
+        migration.fresh.pop(rank, None)
+    job.finished = {}

@@ -1,0 +1,318 @@
+"""What the brain knows: nodes, jobs, standbys, incidents, migrations. One value, owned by one turn.
+
+The records that travel (seats, rosters, moves) are frozen. The few that grow with every message
+are mutable and *owned*: `brain.step` takes the cluster, changes it, hands it back, and nobody else
+may keep the old one. A frozen cluster would copy 16,384 reports for each of 2,048 messages.
+
+Everything here goes through keepstep.codec, so a snapshot is exact and two states can be compared
+byte for byte. The codec sorts keys: no decision may depend on the order of a mapping.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepstep import codec
+from keepstep.model import (
+    Generation,
+    IncidentId,
+    JobId,
+    JobSpec,
+    JobState,
+    MigrationId,
+    Move,
+    NodeId,
+    Phase,
+    Rank,
+    Roster,
+    Sign,
+    Term,
+)
+from keepstep.wire import Home, SeatReport
+
+CLOSED_MAX = 1000
+"""Closed incidents that stay in memory; the journal has them all."""
+STORY_LINES_MAX = 200
+STORY_LINES_CLOSED_MAX = 40
+CAUSES_MAX = 64
+JOBS_OVER_MAX = 200
+DETAIL_CHARS_MAX = 8000
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """Who uses a slot: a seat's worker, or a standby (rank -1)."""
+
+    job: JobId
+    rank: Rank = Rank(-1)
+    incarnation: int = 0
+    fenced: bool = False
+    """Ordered to be killed; the slot is free once its death is seen."""
+
+
+@dataclass(slots=True)
+class NodeState:
+    """A machine with one agent."""
+
+    node: NodeId
+    address: str
+    slots: int
+    peer_port: int
+    store_port: int
+    boot: str
+    serial: int
+    """The cluster's counter when this boot was first seen: memory made earlier is gone."""
+    alive: bool = True
+    linked: bool = True
+    unlinked_at: float = 0.0
+    silent_at: float = -1.0
+    """When the heartbeats stopped; -1 while they come."""
+    store_good: bool = True
+    uses: dict[int, Occupant] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """A parked worker, ordered or ready."""
+
+    node: NodeId
+    slot: int
+    serial: int
+    ready: bool = False
+    level: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Taint:
+    """A recorded reason not to use a device."""
+
+    reason: str
+    at: float
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What was seen of one rank (or node) in an incident."""
+
+    sign: Sign
+    rank: Rank = Rank(-1)
+    node: NodeId = NodeId("")
+    incarnation: int = 0
+    step: int = -1
+    exit_code: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One sentence of an incident's story."""
+
+    at: float
+    phase: str
+    why: str
+
+
+@dataclass(slots=True)
+class Incident:
+    """Observations judged to be one fault; the unit of reporting."""
+
+    incident: IncidentId
+    job: JobId
+    opened_at: float
+    closed_at: float = -1.0
+    causes: tuple[Cause, ...] = ()
+    causes_count: int = 0
+    story: tuple[Line, ...] = ()
+    outcome: str = ""
+    """resumed | fallback | restart | saved | failed | stopped; empty while it is open."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time spent in each phase."""
+    generation: Generation = Generation(0)
+    """The newest generation that this incident led to."""
+    boundary: int = -1
+    recoveries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What REFORM or SAVE was told to do, kept so that it can be told again."""
+
+    boundary: int
+    digest: str = ""
+    moves: tuple[Move, ...] = ()
+    homes: tuple[Home, ...] = ()
+    writer: Rank = Rank(-1)
+    path: str = ""
+    winners: tuple[Rank, ...] = ()
+    bytes_max: int = 0
+
+
+@dataclass(slots=True)
+class Migration:
+    """One attempt to move ranks (or, with nobody to move, to form the groups anew)."""
+
+    migration: MigrationId
+    kind: str
+    """start | unplanned | planned."""
+    purpose: str
+    """recover | save | start."""
+    phase: Phase
+    phase_at: float
+    began_at: float
+    cold: bool = False
+    """In RESUME: the workers were started from the top of the script, not from live state."""
+    outcome: str = "resumed"
+    settle_until: float = 0.0
+    gone: dict[Rank, str] = field(default_factory=dict)
+    """Seats without a worker, and why. Empty again once each has a joiner."""
+    fences: dict[Rank, int] = field(default_factory=dict)
+    """Incarnations whose death is awaited before anybody takes their seats."""
+    fresh: dict[Rank, float] = field(default_factory=dict)
+    """Joiners that have not reported yet, and when they were assigned: start-up takes longer."""
+    reports: dict[Rank, SeatReport] = field(default_factory=dict)
+    """This phase's reports. Grows by one entry per seat; replaced at each phase."""
+    progress: dict[Rank, Phase] = field(default_factory=dict)
+    busy: dict[Rank, float] = field(default_factory=dict)
+    """Ranks that declared themselves busy, and until when their budget waits."""
+    excluded: dict[Rank, int] = field(default_factory=dict)
+    """Ranks that may have given bad state (or could not save), and how often."""
+    joined: dict[Rank, int] = field(default_factory=dict)
+    """Ranks that got a new worker in this migration, and its incarnation."""
+    attempts: int = 0
+    recoveries: int = 0
+    idle: int = 0
+    """First steps that failed with nobody to blame."""
+    plan: Plan | None = None
+    hold_since: float = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A roster that was told to train: its nodes' memory is where private state lives."""
+
+    roster: Roster
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A rank that stands still, as last reported."""
+
+    incarnation: int
+    step: int
+    launched: int
+    stopped: bool
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a rank died last, and how often in the same way at the same step."""
+
+    step: int
+    exit_code: int
+    count: int
+
+
+@dataclass(slots=True)
+class Job:
+    """One training run, many generations."""
+
+    spec: JobSpec
+    state: JobState
+    since: float
+    generation: Generation = Generation(0)
+    roster: Roster | None = None
+    """Of the newest generation, also while it is being formed."""
+    settled: tuple[Settled, ...] = ()
+    begun: bool = False
+    """Some rank committed a step since the workers were last started from the top."""
+    step: int = -1
+    """The newest boundary that the brain was told of; heartbeats know better."""
+    first_incarnation: int = 0
+    """Above those of an earlier run of this job."""
+    published_step: int = -1
+    published_path: str = ""
+    finished: dict[Rank, int] = field(default_factory=dict)
+    missing: dict[Rank, float] = field(default_factory=dict)
+    """Seats that a reconnected agent did not list; believed dead at the moment given."""
+    standbys: dict[str, Standby] = field(default_factory=dict)
+    standby_losses: int = 0
+    refill_at: float = 0.0
+    incident: Incident | None = None
+    migration: Migration | None = None
+    broken_at: float = -1.0
+    """When the first unexplained broken collective of this generation was seen."""
+    broken_why: str = ""
+    stalls: dict[Rank, Stall] = field(default_factory=dict)
+    stalls_at: float = -1.0
+    deaths: dict[Rank, Death] = field(default_factory=dict)
+    exception: Cause | None = None
+    """The last exception that user code raised."""
+    detail: str = ""
+    exit_code: int = 0
+    incidents: int = 0
+    fallbacks: int = 0
+
+
+@dataclass(slots=True)
+class Cluster:
+    """All the brain knows."""
+
+    secret: str
+    term: Term = Term(0)
+    counter: int = 0
+    """Ids are made from it: unique, and the same in every replay."""
+    nodes: dict[NodeId, NodeState] = field(default_factory=dict)
+    free: tuple[NodeId, ...] = ()
+    """Living nodes with a free slot, in natural order."""
+    doubtful: dict[NodeId, float] = field(default_factory=dict)
+    """Living nodes whose stream is closed or whose heartbeats stopped, and since when."""
+    jobs: dict[JobId, Job] = field(default_factory=dict)
+    open_jobs: tuple[JobId, ...] = ()
+    taints: dict[str, Taint] = field(default_factory=dict)
+    closed: tuple[Incident, ...] = ()
+    """The last incidents, oldest first."""
+
+    def next(self) -> int:
+        self.counter += 1
+        return self.counter
+
+
+def new_cluster(secret: str) -> Cluster:
+    """An empty cluster. The secret is what generations' secrets are derived from."""
+    return Cluster(secret=secret)
+
+
+def to_plain(cluster: Cluster) -> Any:
+    """A snapshot as plain JSON."""
+    return codec.to_plain(cluster)
+
+
+def from_plain(plain: object) -> Cluster:
+    """Strictly read a snapshot."""
+    return codec.from_plain(Cluster, plain)
+
+
+def fingerprint(cluster: Cluster) -> str:
+    """Equal for equal states: what a replay is checked against."""
+    return hashlib.sha256(codec.dumps(to_plain(cluster))).hexdigest()
+
+
+def generation_secret(cluster: Cluster, job: JobId, generation: Generation) -> str:
+    """New with each generation, and the same in each replay."""
+    return hashlib.sha256(f"{cluster.secret}/{job}/{generation}".encode()).hexdigest()[:32]
+
+
+def natural(node: NodeId) -> tuple[str | int, ...]:
+    """Sorts n2 before n10, as people read them."""
+    return tuple(int(p) if p.isdigit() else p for p in re.split(r"(\d+)", node))
+
+
+def slot_key(node: NodeId, slot: int) -> str:
+    return f"{node}/{slot}"

@@ -1,0 +1,173 @@
+"""The brain's state for people and programs: what the API, the CLI and the page show. Pure.
+
+`describe` makes plain dictionaries; names here are part of the HTTP interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from keepstep import codec
+from keepstep.model import JobId, Rank
+from keepstep.orchestrator.state import Cluster, Incident, Job, Migration, NodeState, natural
+
+
+def describe(cluster: Cluster) -> dict[str, Any]:
+    """Everything: jobs and nodes by name, incidents oldest first (open ones last)."""
+    open_incidents = [
+        job.incident for _, job in sorted(cluster.jobs.items()) if job.incident is not None
+    ]
+    return {
+        "term": cluster.term,
+        "jobs": {name: job_view(job) for name, job in sorted(cluster.jobs.items())},
+        "nodes": {
+            node: node_view(cluster, cluster.nodes[node])
+            for node in sorted(cluster.nodes, key=natural)
+        },
+        "incidents": [incident_view(i) for i in (*cluster.closed, *open_incidents)],
+    }
+
+
+def phases(cluster: Cluster, jobs: Iterable[JobId]) -> dict[str, str]:
+    """Where each of these jobs is: the phase of its migration, or its state."""
+    found = {}
+    for name in jobs:
+        job = cluster.jobs.get(name)
+        if job is not None:
+            found[str(name)] = job.migration.phase.value if job.migration else job.state.value
+    return found
+
+
+def job_view(job: Job) -> dict[str, Any]:
+    spec = job.spec
+    return {
+        "id": spec.job,
+        "state": job.state.value,
+        "over": job.state.over,
+        "since": job.since,
+        "generation": job.generation,
+        "step": job.step,
+        "world": spec.world_size,
+        "nodes": spec.nodes,
+        "ranks_per_node": spec.ranks_per_node,
+        "priority": spec.priority,
+        "script": spec.script,
+        "log_directory": spec.log_directory,
+        "state_directory": spec.state_directory,
+        "exit_code": job.exit_code,
+        "detail": job.detail,
+        "published": {"step": job.published_step, "path": job.published_path},
+        "spares": {
+            "wanted": spec.spares,
+            "ready": sum(1 for standby in job.standbys.values() if standby.ready),
+            "standbys": [codec.to_plain(s) for _, s in sorted(job.standbys.items())],
+        },
+        "finished": len(job.finished),
+        "incidents": job.incidents,
+        "fallbacks": job.fallbacks,
+        "incident": job.incident.incident if job.incident else None,
+        "migration": _migration_view(job.migration) if job.migration else None,
+        "store_node": job.roster.store_node if job.roster else None,
+        "mirror_stride": job.roster.mirror_stride if job.roster else None,
+        "seats": _seats_view(job),
+    }
+
+
+def _migration_view(migration: Migration) -> dict[str, Any]:
+    return {
+        "id": migration.migration,
+        "kind": migration.kind,
+        "purpose": migration.purpose,
+        "phase": migration.phase.value,
+        "phase_at": migration.phase_at,
+        "began_at": migration.began_at,
+        "reported": len(migration.reports),
+        "empty_seats": {str(rank): why for rank, why in sorted(migration.gone.items())},
+        "fences": sorted(migration.fences),
+        "recoveries": migration.recoveries,
+        "boundary": migration.plan.boundary if migration.plan else None,
+        "hold_since": migration.hold_since if migration.hold_since >= 0 else None,
+    }
+
+
+def _seats_view(job: Job) -> list[dict[str, Any]]:
+    if job.roster is None:
+        return []
+    return [
+        {
+            "rank": seat.rank,
+            "node": seat.node,
+            "slot": seat.slot,
+            "incarnation": seat.incarnation,
+            "phase": _seat_phase(job, seat.rank),
+        }
+        for seat in job.roster.seats
+    ]
+
+
+def _seat_phase(job: Job, rank: Rank) -> str:
+    """What is known of one seat, in one word."""
+    migration = job.migration
+    if rank in job.finished:
+        return "finished"
+    if migration is None:
+        return job.state.value
+    if rank in migration.gone:
+        return "empty"
+    if rank in migration.fences:
+        return "fencing"
+    if rank in migration.fresh:
+        return "joining"
+    if rank in migration.reports:
+        return f"{migration.phase.value}: reported"
+    return migration.progress.get(rank, migration.phase).value
+
+
+def node_view(cluster: Cluster, state: NodeState) -> dict[str, Any]:
+    uses = []
+    for slot in range(state.slots):
+        user = state.uses.get(slot)
+        taint = cluster.taints.get(f"{state.node}/{slot}")
+        uses.append(
+            {
+                "slot": slot,
+                "job": user.job if user else None,
+                "rank": user.rank if user and user.rank >= 0 else None,
+                "standby": user is not None and user.rank < 0,
+                "fenced": user is not None and user.fenced,
+                "taint": taint.reason if taint else None,
+            }
+        )
+    return {
+        "id": state.node,
+        "alive": state.alive,
+        "linked": state.linked,
+        "address": state.address,
+        "boot": state.boot,
+        "slots": state.slots,
+        "free": state.slots - len(state.uses) if state.alive else 0,
+        "store_good": state.store_good,
+        "labels": dict(state.labels),
+        "uses": uses,
+    }
+
+
+def incident_view(incident: Incident) -> dict[str, Any]:
+    """One incident with its story and the pause by phase."""
+    closed = incident.closed_at >= 0
+    return {
+        "id": incident.incident,
+        "job": incident.job,
+        "opened_at": incident.opened_at,
+        "closed_at": incident.closed_at if closed else None,
+        "outcome": incident.outcome or "open",
+        "generation": incident.generation,
+        "boundary": incident.boundary,
+        "recoveries": incident.recoveries,
+        "causes": [codec.to_plain(cause) for cause in incident.causes],
+        "causes_count": incident.causes_count,
+        "story": [[line.at, line.phase, line.why] for line in incident.story],
+        "seconds": dict(incident.seconds),
+        "pause_seconds": incident.closed_at - incident.opened_at if closed else None,
+    }

@@ -1,0 +1,1 @@
+"""What runs inside the user's process: the only room that imports torch."""

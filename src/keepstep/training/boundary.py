@@ -1,0 +1,177 @@
+"""Steps and their boundaries on one rank: snapshot, unwind, pace.
+
+        begin(s) -- forward, backward -- grads_ready(s) -- update -- applied(s) => boundary s+1
+           ^                 |
+           +---- unwind -----+     a broken step is left for the boundary where it began
+
+Only what a forward pass changes is copied at the boundary: generators, buffers, plain values.
+Parameters and optimizer state change at the one update point, so they need no copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keepstep import sabotage
+from keepstep.training.private import Randomness, read_randomness, restore_randomness
+from keepstep.training.registry import Registry
+
+_PACE_STEPS = 15
+_LEARNING_STEPS = 2
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    randomness: Randomness
+    others: dict[str, Any]
+    groups: dict[str, list[dict[str, Any]]]
+
+
+class Boundary:
+    """Where this rank is, and the way back to where its step began."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.step = 0
+        """The boundary: steps 0 … step-1 are applied here."""
+        self.in_attempt = False
+        self.updating = False
+        """The optimizer has begun: from here on the step is not unwound."""
+        self.updated = False
+        """The optimizer is through."""
+        self.torn = False
+        """State is half received; this rank is no source."""
+        self._snapshot: _Snapshot | None = None
+        self._shadows: dict[str, torch.Tensor] = {}
+        self._moving: set[str] | None = None
+        """Buffers that change in a forward pass; None while still learning."""
+        self._seen_moving: set[str] = set()
+        self._versions: dict[str, int] = {}
+        self._watched = 0
+        self._began_ns = 0
+        self._pace: deque[int] = deque(maxlen=_PACE_STEPS)
+
+    def begin(self) -> None:
+        """Snapshot what the forward pass may change."""
+        self._snapshot = _Snapshot(read_randomness(), self._others(), self._groups())
+        self._shadow_buffers()
+        self.in_attempt = True
+        self.updating = self.updated = False
+        self._began_ns = time.monotonic_ns()
+
+    def _others(self) -> dict[str, Any]:
+        return {n: copy.deepcopy(o.state_dict()) for n, o in self.registry.others.items()}
+
+    def _groups(self) -> dict[str, list[dict[str, Any]]]:
+        return {
+            name: [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
+            for name, o in self.registry.optimizers.items()
+        }
+
+    def _shadow_buffers(self) -> None:
+        """Copy the buffers that move.
+
+        BatchNorm changes its statistics without bumping a version counter, so the first steps
+        compare bytes to learn which buffers move; later a bumped counter adds to them.
+        """
+        buffers = self.registry.buffers()
+        if self._moving is None and self._watched >= _LEARNING_STEPS:
+            self._moving = {n for n, b in buffers if not _same_bytes(self._shadows.get(n), b)}
+            self._moving |= self._seen_moving
+        for name, buffer in buffers:
+            shadow = self._shadows.get(name)
+            if shadow is None or shadow.shape != buffer.shape or shadow.dtype != buffer.dtype:
+                self._shadows[name] = buffer.detach().clone()
+                self._versions[name] = buffer._version
+            elif self._moving is None:
+                if not _same_bytes(shadow, buffer):
+                    self._seen_moving.add(name)
+                shadow.copy_(buffer)
+            elif name in self._moving or buffer._version != self._versions[name]:
+                shadow.copy_(buffer)
+                self._versions[name] = buffer._version
+        self._watched += 1
+
+    def grads_ready(self) -> None:
+        self.updating = True
+
+    def update_done(self) -> None:
+        self.updated = True
+
+    def applied(self) -> int:
+        """The attempt is through: the boundary moves on. Returns the median step so far in ns."""
+        self._pace.append(time.monotonic_ns() - self._began_ns)
+        self.step += 1
+        self.in_attempt = self.updating = self.updated = False
+        return int(statistics.median(self._pace))
+
+    @property
+    def whole(self) -> bool:
+        """True where state is at a boundary, or can be brought back to one."""
+        if self.torn:
+            return False
+        if self.in_attempt and self.updating:
+            return self.updated and self._tail_done()
+        return True
+
+    def _tail_done(self) -> bool:
+        """After the update only plain state may be left to change: did it?"""
+        assert self._snapshot is not None, "an attempt begins with a snapshot"
+        before = self._snapshot.others
+        return all(o.state_dict() != before[n] for n, o in self.registry.others.items())
+
+    def unwind(self) -> bool:
+        """Leave a broken attempt. True if the step had been applied after all."""
+        if not self.in_attempt:
+            return False
+        if self.updating:
+            was_applied = self.whole
+            if was_applied:
+                self.step += 1
+            else:
+                self.torn = True
+            self.in_attempt = self.updating = self.updated = False
+            return was_applied
+        self.restore()
+        self.in_attempt = False
+        return False
+
+    def restore(self) -> None:
+        """Put back what the forward pass changed."""
+        snapshot = self._snapshot
+        assert snapshot is not None, "an attempt begins with a snapshot"
+        if not sabotage.off("buffers"):
+            for name, buffer in self.registry.buffers():
+                with torch.no_grad():
+                    buffer.copy_(self._shadows[name])
+        for name, state in snapshot.others.items():
+            self.registry.others[name].load_state_dict(copy.deepcopy(state))
+        for name, groups in snapshot.groups.items():
+            for group, before in zip(
+                self.registry.optimizers[name].param_groups, groups, strict=True
+            ):
+                group.update(before)
+        if not sabotage.off("rng"):
+            restore_randomness(snapshot.randomness)
+
+    def arrive(self, step: int) -> None:
+        """State of another boundary was received and verified."""
+        self.step = step
+        self.torn = self.in_attempt = self.updating = self.updated = False
+
+
+def _same_bytes(left: torch.Tensor | None, right: torch.Tensor) -> bool:
+    if left is None or left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    # Compared as bytes: a NaN equals itself here.
+    return torch.equal(
+        left.reshape(-1).view(torch.uint8),
+        right.detach().contiguous().reshape(-1).view(torch.uint8),
+    )

@@ -1,0 +1,225 @@
+"""Build the inner backends of one generation, and give them up from any thread.
+
+For: connecting Gloo (or NCCL) under groups that stay. Two things torch does not offer are made
+here. A Gloo backend is aborted by shutting down its own sockets, which are found by looking at
+the process's sockets before and after its construction. A construction is cancelled by leaving
+it to a builder thread: the caller goes on at once, and the thread dies of its dead sockets.
+
+Must never: close or shut down a socket that was there before the construction began; block in
+`cancel`; hold a lock while it waits for a peer.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+PROC_FDS = "/proc/self/fd"
+
+
+class GroupsBroken(RuntimeError):
+    """The groups were aborted: nothing may be launched until they are re-formed.
+
+    A RuntimeError, because DDP, FSDP and autograd hand those through to the caller unchanged.
+    """
+
+
+@dataclass(frozen=True)
+class InnerSpec:
+    """What one inner backend is built from; `rank` is the rank inside the group."""
+
+    name: str
+    kind: str
+    rank: int
+    size: int
+    timeout: timedelta
+
+
+class Formation:
+    """The inner backends of one generation, with their own connection to the store.
+
+    Its own connection, because a blocked wait on a store client can only be freed by shutting
+    that client down, and the session's clients must live on.
+    """
+
+    def __init__(self, store: Store, prefix: str, generation: int) -> None:
+        self.generation = generation
+        self._origin: Any = store  # torch's stubs do not know clone()
+        self._prefix = prefix
+        self._store: Store | None = None
+        self._lock = threading.Lock()
+        self._cancelled = threading.Event()
+        self._waiting: list[threading.Event] = []
+        self._sockets: list[_Sockets] = []
+        self._backends: list[Any] = []
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    @property
+    def store(self) -> Store:
+        """Where this generation's default group keeps its keys."""
+        assert self._store is not None, "build before asking for the store"
+        return PrefixStore(f"{self._prefix}/{self.generation}/default", self._store)
+
+    def build(
+        self, specs: Sequence[InnerSpec], connect_seconds_max: float | None = None
+    ) -> list[Any]:
+        """One connected backend per spec, in order. Raises GroupsBroken when cancelled or failed.
+
+        `connect_seconds_max` bounds the whole; None leaves it to the groups' own timeouts. It is
+        kept here and not given to Gloo, which would use it for every later send and receive.
+        """
+        finished = threading.Event()
+        sockets = _Sockets()
+        with self._lock:
+            if self.cancelled:
+                raise GroupsBroken("the groups were aborted before they were connected")
+            self._waiting.append(finished)
+            self._sockets.append(sockets)
+        built: list[Any] = []
+        trouble: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                self._connect(specs, sockets, built)
+            except RuntimeError as error:  # every c10d and Gloo failure is one
+                trouble.append(error)
+            finally:
+                finished.set()
+
+        threading.Thread(target=work, name="keepstep-connect", daemon=True).start()
+        # cancel() sets this event too, so that the caller never waits for a lost construction.
+        in_time = finished.wait(connect_seconds_max)
+        with self._lock:
+            self._waiting.remove(finished)
+        if not in_time:
+            self.cancel()
+            raise GroupsBroken(f"a peer did not come within {connect_seconds_max} s")
+        if self.cancelled:
+            raise GroupsBroken("the groups were aborted while they were being connected")
+        if trouble:
+            raise GroupsBroken(f"a group could not be connected: {trouble[0]}") from trouble[0]
+        self._backends.extend(built)
+        return built
+
+    def cancel(self) -> None:
+        """Free everyone blocked in these backends. Any thread, any number of times."""
+        with self._lock:
+            self._cancelled.set()
+            waiting, tracked = list(self._waiting), list(self._sockets)
+        # Look before waking anyone: who wakes may open the next generation's sockets at once.
+        for sockets in tracked:
+            sockets.settle()
+        for finished in waiting:
+            finished.set()
+        for sockets in tracked:
+            sockets.shut_down()
+        for backend in list(self._backends):
+            # Gloo's abort does nothing in torch 2.13, NCCL's is the one that frees its kernels.
+            if not isinstance(backend, ProcessGroupGloo):
+                backend.abort()
+
+    def forget(self) -> None:
+        """Let go of the backends, so that they can be freed once nobody uses them."""
+        self._backends.clear()
+        self._store = None
+
+    def _connect(self, specs: Sequence[InnerSpec], sockets: _Sockets, built: list[Any]) -> None:
+        try:
+            store = self._store = self._store or self._origin.clone()
+            for spec in specs:
+                if self.cancelled:
+                    raise GroupsBroken("the groups were aborted before they were connected")
+                built.append(self._construct(spec, store))
+        finally:
+            sockets.settle()
+            if self.cancelled:
+                built.clear()
+
+    def _construct(self, spec: InnerSpec, base: Store) -> Any:
+        store = PrefixStore(f"{self._prefix}/{self.generation}/{spec.name}", base)
+        if spec.kind == "nccl":
+            return _construct_nccl(spec, store)
+        backend = ProcessGroupGloo(store, spec.rank, spec.size, timeout=spec.timeout)
+        backend._set_sequence_number_for_group()
+        return backend
+
+
+def _construct_nccl(spec: InnerSpec, store: Store) -> Any:
+    """NCCL connects at its first collective, so this returns at once and needs no backstop."""
+    import torch.distributed as dist  # where torch was built without NCCL the name is missing
+
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = spec.timeout
+    backend = dist.ProcessGroupNCCL(store, spec.rank, spec.size, options)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+class _Sockets:
+    """The connected TCP sockets that appeared between its birth and its first settling.
+
+    The first shut-down settles it too. From then on the caller has gone on, and what appears is
+    the next generation's: a lost construction that still looked would take those down with it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before = frozenset(_socket_inodes().values())
+        self._owned: dict[int, str] | None = None
+
+    def settle(self) -> dict[int, str]:
+        with self._lock:
+            if self._owned is None:
+                links = _socket_inodes().items()
+                self._owned = {fd: link for fd, link in links if link not in self._before}
+            return self._owned
+
+    def shut_down(self) -> None:
+        for fd, link in self.settle().items():
+            _shut_down(fd, link)
+
+
+def _socket_inodes() -> dict[int, str]:
+    links: dict[int, str] = {}
+    for entry in os.listdir(PROC_FDS):
+        link = _link(int(entry))
+        if link.startswith("socket:"):
+            links[int(entry)] = link
+    return links
+
+
+def _link(fd: int) -> str:
+    try:
+        return os.readlink(f"{PROC_FDS}/{fd}")
+    except OSError:
+        return ""  # closed since it was listed
+
+
+def _shut_down(fd: int, link: str) -> None:
+    """Shut down `fd` if it still is the socket we saw: numbers are reused by other threads."""
+    try:
+        pinned = os.dup(fd)
+    except OSError:
+        return
+    # The check comes after the dup, so that nobody can put another socket there in between.
+    if _link(pinned) != link:
+        os.close(pinned)
+        return
+    with socket.socket(fileno=pinned) as held:
+        if held.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        try:
+            held.getpeername()  # a listener has none; Gloo's loop dies if its listener does
+            held.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return

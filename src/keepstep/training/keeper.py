@@ -1,0 +1,411 @@
+"""The protected side of a session: what happens at each boundary, and how a rank recovers.
+
+The keeper owns this process's groups, its link to the agent, its page and its ring. Steps pass
+through it with a handful of cheap calls; a fault takes it to its orders (recovery.py).
+
+It must never resume on state that was not verified, and never break training by failing to
+protect: what it cannot cover it says loudly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from keepstep import failpoint, wire
+from keepstep.errors import NoHome, Transient
+from keepstep.model import Generation, NodeId, Phase, Rank
+from keepstep.page import Mark, Page, Ring, page_path, ring_path
+from keepstep.training import checkpoint, recovery
+from keepstep.training.boundary import Boundary
+from keepstep.training.groups import Groups, GroupsBroken
+from keepstep.training.inbox import Inbox
+from keepstep.training.link import Link
+from keepstep.training.loader import Cursor
+from keepstep.training.mirror import Mirror, payload_bytes_max
+from keepstep.training.movement import (
+    SliceDigest,
+    exchange_rows,
+    side_barrier,
+)
+from keepstep.training.private import encode_entry
+from keepstep.training.registry import Registry, find_private
+from keepstep.training.seat import Place
+from keepstep.training.steplog import StepLog, StepRecord
+
+ORDER_SECONDS_MAX = 7 * 24 * 3600.0
+"""The orchestrator's budgets end a wait, not this: training never stops because control does."""
+_COMPARE_AT = (1, 2, 16, 256, 4096, 65536)
+"""Boundaries at which all ranks compare digests to find private tensors."""
+
+
+class Keeper:
+    """One per protected process."""
+
+    def __init__(self, place: Place, groups: Groups) -> None:
+        self.place = place
+        self.groups = groups
+        self.generation = int(place.generation)
+        self.secret = place.secret
+        self.registry = Registry()
+        self.boundary = Boundary(self.registry)
+        self.cursor: Cursor | None = None
+        self.committed = -1
+        self.callbacks: list[Callable[[int], None]] = []
+        self.has_state = place.role == "worker"
+        """A joiner holds nothing until it has received and verified."""
+        self._mirror: Mirror | None = None
+        self.mirror_stride = place.mirror_stride
+        self.expected_collectives = 1
+        self.resumed_report_due = False
+        self._drawn: torch.Tensor | None = None
+        self._launched_at_update = 0
+        self._warned: set[str] = set()
+        self._link = Link(place.socket, self._hello, self._on_message)
+        self.inbox = Inbox(self._interrupt, self._link.send)
+        self.inbox.expect(self.generation)
+        self.inbox.busy = self._busy_report
+        self._busy_until: tuple[str, float] | None = None
+        self._slices = SliceDigest()
+        self._open_memory()
+        self._link.start()
+
+    # ------------------------------------------------------------ memory and link
+
+    def _open_memory(self) -> None:
+        place = self.place
+        self.page = Page(page_path(place.room, place.rank, place.incarnation), create=True)
+        self.page.set_generation(self.generation)
+        self.groups.bind_counter(self.page.memory, Page.LAUNCHED_AT)
+        self.ring: Ring | None = None
+        path = None
+        if place.rank == 0 and place.state_directory is not None:
+            path = place.state_directory / "steps.jsonl"
+        self.log = StepLog(path)
+
+    def _hello(self) -> wire.WorkerHello:
+        place = self.place
+        return wire.WorkerHello(
+            place.job,
+            place.slot,
+            os.getpid(),
+            Rank(place.rank),
+            place.incarnation,
+            Generation(self.generation),
+            place.level,
+        )
+
+    def _on_message(self, message: wire.Message) -> None:
+        self.inbox.receive(message)
+
+    def _interrupt(self) -> None:
+        # A joiner that rehearses waits for nobody; it comes to its orders by itself.
+        if self.has_state or self.cursor is not None:
+            self.groups.abort(self.inbox.generation)
+
+    # ------------------------------------------------------------ the step
+
+    def start(self, cursor: Cursor) -> None:
+        """The first boundary of this process: from the beginning, a checkpoint, or its peers."""
+        self.cursor = cursor
+        self.groups.on_backward(self._before_gradients)
+        if not self.has_state:
+            self.reach("attach")
+            self.report("Assign", Phase.QUIESCE, wire.SeatReport(Rank(self.place.rank)))
+            self.recover()
+            return
+        found = checkpoint.newest(self.place)
+        if found is not None:
+            recovery.load_checkpoint(self, found)
+        # Until the first comparison every buffer may be private.
+        self.registry.private |= {name for name, _ in self.registry.buffers()}
+        self.open_mirror(encode_entry(self.boundary.step, cursor.position(), self._private()))
+        self.page.count_launches_from_here()
+        self.page.set_committed(self.boundary.step - 1)
+        self.log.start_at(self.boundary.step)
+        self.resumed_report_due = True
+
+    def begin(self) -> int:
+        """Enter a step; joins a migration first if one waits."""
+        while self.inbox.pending:
+            self.recover()
+        if self.boundary.step in _COMPARE_AT:
+            self._compare()
+        self.groups.reset_backward()
+        self.groups.before_nth(self.expected_collectives, self._settle)
+        self.boundary.begin()
+        self.page.mark(Mark.FORWARD, self.boundary.step)
+        return self.boundary.step
+
+    def _before_gradients(self) -> None:
+        """The forward pass is through: the coming boundary's private state is known now."""
+        if not self.boundary.in_attempt or self.cursor is None:
+            return
+        position = self.cursor.position_after()
+        self._record(encode_entry(self.boundary.step + 1, position, self._private()))
+        self._drawn = torch.get_rng_state()
+
+    def _record(self, payload: bytes) -> None:
+        assert self.ring is not None, "memory is opened before the first step"
+        self.ring.put(self.boundary.step + 1, payload)
+        if self._mirror is not None:
+            self._mirror.send(self.boundary.step + 1, payload)
+
+    def _settle(self) -> None:
+        if self._mirror is not None:
+            self._mirror.settle()
+
+    def grads_ready(self) -> None:
+        """All gradients are in: the previous step is committed, and this one may be applied."""
+        if self.boundary.updating:
+            return
+        launched = self.groups.launched_in_backward
+        if self._mirror is not None and self._mirror.enabled:
+            late = not self._mirror.settled
+            self._mirror.finish()
+            if late:
+                # Fewer collectives than last time: my last one left before the neighbour's
+                # entry was safe. Every rank sees the same count, so all of them vote.
+                side_barrier(self.groups)
+        if launched:
+            self.expected_collectives = launched
+        self.boundary.grads_ready()
+        self.page.mark(Mark.GRADS_READY, self.boundary.step)
+        self._commit(self.boundary.step - 1)
+
+    def applied(self) -> None:
+        """The attempt is through on this rank."""
+        step = self.boundary.step
+        self._watch_the_tail()
+        samples = self._sample_range()
+        self.page.set_step_ns(self.boundary.applied())
+        digest = self._slices.next(self.registry, step)
+        self.log.remember(StepRecord(step, self.generation, samples, digest))
+        assert self.cursor is not None, "a step has a cursor"
+        self.cursor.advance()
+        self.page.mark(Mark.APPLIED, step)
+        if self.resumed_report_due:
+            self.resumed_report_due = False
+            seat = wire.SeatReport(Rank(self.place.rank), boundary=step + 1, step=step)
+            self.report("Resume", Phase.RESUME, seat)
+
+    def update_done(self) -> None:
+        """The optimizers are through; only the tail of the attempt is left."""
+        self.boundary.update_done()
+        self._launched_at_update = self.groups.launched
+
+    def _watch_the_tail(self) -> None:
+        """Say once, loudly, what a script does that cannot be covered."""
+        if self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state()):
+            self._warn(
+                "random numbers were drawn after the backward pass: a rank that dies there cannot "
+                "be rebuilt exactly; draw them before loss.backward()"
+            )
+        if self.boundary.updated and self.groups.launched != self._launched_at_update:
+            self._warn(
+                "a collective runs after optimizer.step() inside the attempt: a fault there cannot "
+                "be retried; move it before the update, or into session.on_commit"
+            )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            sys.stderr.write(f"keepstep: {text}\n")
+            sys.stderr.flush()
+
+    def _sample_range(self) -> tuple[int, int]:
+        assert self.cursor is not None, "a step has a cursor"
+        world = self.place.world_size
+        return self.cursor.samples * world, self.cursor.position_after()["samples"] * world
+
+    def _commit(self, step: int) -> None:
+        if step <= self.committed:
+            return
+        first = self.committed + 1
+        self.committed = step
+        self.page.set_committed(step)
+        self.log.commit(step, self.page.head())
+        for number in range(max(first, 0), step + 1):
+            for callback in self.callbacks:
+                callback(number)
+
+    def finish(self) -> bool:
+        """After the last step one more world collective commits it. False: try again."""
+        try:
+            while self.inbox.pending:
+                self.recover()
+            side_barrier(self.groups)
+        except RuntimeError as error:
+            if not self.is_fault(error):
+                raise
+            self.fault(error)
+            return False
+        self._commit(self.boundary.step - 1)
+        self.page.mark(Mark.FINISHED, self.boundary.step)
+        if self.place.rank == 0:
+            checkpoint.remove_rescues(self.place)
+        return True
+
+    # ------------------------------------------------------------ private state
+
+    def _private(self) -> list[tuple[str, Any]]:
+        return self.registry.private_tensors()
+
+    def open_mirror(self, payload: bytes) -> None:
+        """Give this boundary's entry its two homes; the world agrees on the size of an entry."""
+        place = self.place
+        rows = exchange_rows(self.groups, {"bytes": len(payload)})
+        capacity = payload_bytes_max(max(int(row["bytes"]) for row in rows))
+        self.ring = Ring(
+            ring_path(place.room, place.rank, place.incarnation), payload_bytes_max=capacity
+        )
+        self.ring.put(self.boundary.step, payload)
+        stride = self.mirror_stride if place.world_size > 1 else 0
+        self._mirror = Mirror(self.groups.side, place.room, place.rank, place.world_size, stride)
+        self._mirror.open(capacity)
+        self._mirror.send(self.boundary.step, payload)
+        self._mirror.finish()
+        # Nobody goes on before every entry has its second home.
+        side_barrier(self.groups)
+
+    def entry_at(self, boundary: int) -> bytes:
+        """This rank's own private state at a boundary."""
+        payload = self.ring.get(boundary) if self.ring is not None else None
+        if payload is None:
+            raise NoHome(f"no private state of rank {self.place.rank} at {boundary}")
+        return payload
+
+    def _compare(self) -> None:
+        """Find tensors that replicas do not share. A world collective, so all ranks come here."""
+        rows = exchange_rows(self.groups, self.registry.digests())
+        found = find_private([[(str(n), str(d)) for n, d in row] for row in rows])
+        if self.boundary.step == _COMPARE_AT[0]:
+            buffers = {name for name, _ in self.registry.buffers()}
+            self.registry.private -= buffers - found
+        fresh = found - self.registry.private
+        self.registry.private |= found
+        assert self.cursor is not None, "a step has a cursor"
+        if fresh or self.boundary.step == _COMPARE_AT[0]:
+            payload = encode_entry(self.boundary.step, self.cursor.position(), self._private())
+            self.open_mirror(payload)
+
+    # ------------------------------------------------------------ faults
+
+    def is_fault(self, error: BaseException) -> bool:
+        """Is this a broken collective, or the user's own exception?"""
+        if isinstance(error, GroupsBroken | dist.DistError):
+            return True
+        if not isinstance(error, RuntimeError):
+            return False
+        text = str(error)
+        return self.inbox.pending or any(sign in text for sign in _COMMUNICATION_SIGNS)
+
+    def fault(self, error: BaseException) -> None:
+        """A collective broke under us: say so, and do as the orders tell."""
+        if not self.inbox.pending:
+            place = self.place
+            self._link.send(
+                wire.WorkerBroken(
+                    place.job,
+                    Rank(place.rank),
+                    place.incarnation,
+                    Generation(self.generation),
+                    self.boundary.step,
+                    str(error).strip().splitlines()[0][:300]
+                    if str(error)
+                    else type(error).__name__,
+                )
+            )
+        self.recover()
+
+    def recover(self) -> None:
+        """Follow a migration's orders until training may go on."""
+        self.page.mark(Mark.RECOVERING, self.boundary.step)
+        while True:
+            order = self.inbox.take(ORDER_SECONDS_MAX)
+            try:
+                if recovery.obey(self, order):
+                    return
+            except (GroupsBroken, RuntimeError) as error:
+                # A peer died while we re-formed: the next generation's orders are on their way.
+                if not self.is_fault(error):
+                    raise
+                self._report_broken(error)
+
+    def _report_broken(self, error: BaseException) -> None:
+        place = self.place
+        self._link.send(
+            wire.WorkerBroken(
+                place.job,
+                Rank(place.rank),
+                place.incarnation,
+                Generation(self.inbox.generation),
+                self.boundary.step,
+                f"while recovering: {str(error).strip()[:300]}",
+            )
+        )
+
+    def reach(self, point: str) -> None:
+        failpoint.reach(f"rank-{self.place.rank}-{point}")
+
+    def report(
+        self, kind: str, phase: Phase, seat: wire.SeatReport, generation: int | None = None
+    ) -> None:
+        number = Generation(self.inbox.generation if generation is None else generation)
+        self.inbox.report(kind, wire.WorkerReport(self.place.job, number, phase, seat))
+
+    # ------------------------------------------------------------ busy, publishing
+
+    def busy(self, name: str, seconds_max: float) -> None:
+        self._busy_until = (name, time.monotonic() + seconds_max)
+        self.page.set_busy(name, time.monotonic_ns() + int(seconds_max * 1e9))
+
+    def not_busy(self) -> None:
+        self._busy_until = None
+        self.page.set_busy("", 0)
+
+    def _busy_report(self) -> wire.WorkerReport | None:
+        until = self._busy_until
+        if until is None:
+            return None
+        seconds = max(0.0, until[1] - time.monotonic())
+        seat = wire.SeatReport(Rank(self.place.rank), busy_seconds=seconds + 1.0)
+        return wire.WorkerReport(
+            self.place.job, Generation(self.inbox.generation), Phase.QUIESCE, seat
+        )
+
+    def publish(self, step: int, path: str, seconds_max: float = 30.0) -> tuple[bool, str]:
+        """Ask for a checkpoint to become the newest; an older generation is refused."""
+        request = f"{self.place.rank}-{self.place.incarnation}-{self.generation}-{step}"
+        self._link.send(
+            wire.Publish(
+                NodeId(""),
+                self.place.job,
+                Generation(self.generation),
+                Rank(self.place.rank),
+                step,
+                path,
+                request,
+            )
+        )
+        answer = self.inbox.answer(request, seconds_max)
+        if answer is None:
+            raise Transient(f"nobody answered within {seconds_max:.0f} s", seconds_max)
+        return answer.accepted, answer.why
+
+
+_COMMUNICATION_SIGNS = (
+    "gloo",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL",
+    "Socket closed",
+    "Application timeout caused pair closure",
+)

@@ -1,0 +1,153 @@
+"""The place in the data: which batches the current step uses, and how to get there again.
+
+Survivors keep their batches and replay them: a loader is never rewound. A joiner opens the pass
+anew and skips to its place by index, without loading what it skips.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from keepstep.errors import ConfigError
+
+
+class Cursor:
+    """Yields the same batches until the step that uses them is applied."""
+
+    def __init__(self, loader: Iterable[Any], passes: int, accumulate: int | None) -> None:
+        if passes < 1 or (accumulate is not None and accumulate < 1):
+            raise ConfigError("passes and accumulate must be at least 1")
+        self.loader = loader
+        self.passes = passes
+        self.accumulate = accumulate
+        self.pass_number = 0
+        self.index = 0
+        """Batches consumed in this pass."""
+        self.samples = 0
+        """Samples consumed by this rank in all passes."""
+        self._iterator: Iterator[Any] | None = None
+        self._current: list[Any] | None = None
+
+    def peek(self) -> list[Any] | None:
+        """The batches of the current step; None at the end of the data."""
+        while self._current is None and self.pass_number < self.passes:
+            if self._iterator is None:
+                self._iterator = self._open(self.index)
+            group = list(itertools.islice(self._iterator, self.accumulate or 1))
+            if group:
+                self._current = group
+            else:
+                self.pass_number, self.index, self._iterator = self.pass_number + 1, 0, None
+        return self._current
+
+    def advance(self) -> None:
+        """The step that used the current batches is in; go on to the next ones."""
+        assert self._current is not None, "there is no step to leave"
+        after = self.position_after()
+        self.index, self.samples = after["index"], after["samples"]
+        self._current = None
+
+    def position(self) -> dict[str, int]:
+        return {"pass": self.pass_number, "index": self.index, "samples": self.samples}
+
+    def position_after(self) -> dict[str, int]:
+        """Where the cursor stands once the current step is in."""
+        group = self._current or []
+        return {
+            "pass": self.pass_number,
+            "index": self.index + len(group),
+            "samples": self.samples + sum(count_samples(batch) for batch in group),
+        }
+
+    def seek(self, position: dict[str, int]) -> None:
+        """Go to a recorded place. Draws from the global generator: restore that afterwards."""
+        if position == self.position() and self._iterator is not None:
+            return
+        self.pass_number, self.index = position["pass"], position["index"]
+        self.samples = position["samples"]
+        self._current = None
+        self._iterator = self._open(self.index) if self.index else None
+
+    def rehearsal(self) -> list[Any]:
+        """Some batches of the right shape, for a joiner that warms up. No worker is started."""
+        wanted = self.accumulate or 1
+        loader = self.loader
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            calm: Any = _reopened(loader, 0)
+            calm.__dict__.update(num_workers=0, prefetch_factor=None, timeout=0)
+            calm.__dict__["persistent_workers"] = False
+            calm.__dict__["multiprocessing_context"] = None
+            loader = calm
+        group = list(itertools.islice(iter(loader), wanted))
+        return group or []
+
+    def reseat(self, rank: int, world_size: int) -> None:
+        """A standby built for a tentative rank learns its real one."""
+        for sampler in _samplers(self.loader):
+            if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+                sampler.rank, sampler.num_replicas = rank, world_size
+            elif hasattr(sampler, "set_seat"):
+                sampler.set_seat(rank, world_size)
+
+    def _open(self, skip: int) -> Iterator[Any]:
+        for sampler in _samplers(self.loader):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.pass_number)
+        if not skip:
+            return iter(self.loader)
+        loader = self.loader
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            return iter(_reopened(loader, skip))
+        iterator = iter(loader)
+        next(itertools.islice(iterator, skip, skip), None)
+        return iterator
+
+
+class _Skipping:
+    """A sampler's order without its first entries: skipped by index, never loaded."""
+
+    def __init__(self, inner: Iterable[Any], skip: int) -> None:
+        self.inner = inner
+        self.skip = skip
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.inner), self.skip, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.inner) - self.skip)  # type: ignore[arg-type]
+
+
+def _reopened(loader: DataLoader[Any], skip: int) -> DataLoader[Any]:
+    """A copy that begins `skip` batches later. DataLoader refuses assignment, its dict does not."""
+    reopened = copy.copy(loader)
+    which = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    reopened.__dict__[which] = _Skipping(getattr(loader, which), skip)
+    reopened.__dict__["_iterator"] = None
+    return reopened
+
+
+def _samplers(loader: Iterable[Any]) -> list[Any]:
+    found = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    found.append(getattr(found[1], "sampler", None))
+    distinct: list[Any] = []
+    for sampler in found:
+        if sampler is not None and not any(sampler is other for other in distinct):
+            distinct.append(sampler)
+    return distinct
+
+
+def count_samples(batch: Any) -> int:
+    """Samples in a batch: the length of the first tensor found in it."""
+    if isinstance(batch, torch.Tensor):
+        return int(batch.shape[0]) if batch.dim() else 1
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) and batch:
+        return count_samples(batch[0])
+    return 1

@@ -1,0 +1,196 @@
+"""A rank's way through a migration: what it does for each order.
+
+    QUIESCE  leave the step for its boundary, digest, report
+    REFORM   new groups, state in (or out), private state to its second home, digest, report
+    RESUME   train on;  SAVE  write a just-in-time checkpoint and wait for the end
+
+A receiver marks itself torn before the first byte lands, and is whole again only when its own
+digest of what arrived equals the one that the holders agreed on.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
+
+import torch.distributed as dist
+
+from keepstep import sabotage, wire
+from keepstep.errors import ConfigError, NoHome, Permanent
+from keepstep.model import Phase, Rank
+from keepstep.page import Mark
+from keepstep.training import checkpoint
+from keepstep.training.groups import reset_ddp
+from keepstep.training.mirror import fetch_from
+from keepstep.training.movement import agree_on_groups, move_state
+from keepstep.training.private import decode_entry, restore_randomness
+
+if TYPE_CHECKING:
+    from keepstep.training.keeper import Keeper
+
+_STORE_SECONDS_MAX = 5.0
+
+
+def obey(keeper: Keeper, order: wire.Order) -> bool:
+    """Carry out one order. True when training may go on."""
+    generation = int(order.generation)
+    match order.action:
+        case wire.Assign():
+            # Another rank fell while this one was on its way here: the same seat once more.
+            joiner = wire.SeatReport(Rank(keeper.place.rank))
+            keeper.report("Assign", Phase.QUIESCE, joiner, generation)
+        case wire.Quiesce():
+            _quiesce(keeper, generation)
+        case wire.Reform() as reform:
+            _reform(keeper, generation, reform)
+        case wire.Resume() as resume:
+            _resume(keeper, generation, resume)
+            return True
+        case wire.Save() as save:
+            _save(keeper, generation, save)
+        case wire.Stop() as stop:
+            _leave(keeper, stop.exit_code)
+        case other:
+            raise ConfigError(f"a worker got an order that is not for it: {other}")
+    return False
+
+
+def _quiesce(keeper: Keeper, generation: int) -> None:
+    keeper.groups.abort(generation)
+    keeper.reach("quiesce")
+    if keeper.boundary.unwind():
+        assert keeper.cursor is not None, "a step has a cursor"
+        keeper.cursor.advance()
+    intact = keeper.has_state and keeper.boundary.whole
+    rank = Rank(keeper.place.rank)
+    if not intact:
+        keeper.report("Quiesce", Phase.QUIESCE, wire.SeatReport(rank), generation)
+        return
+    seat = wire.SeatReport(
+        rank,
+        boundary=keeper.boundary.step,
+        intact=True,
+        digest=_vote_digest(keeper),
+        entries=keeper.ring.boundaries() if keeper.ring is not None else (),
+        state_bytes=keeper.registry.state_bytes(),
+    )
+    keeper.report("Quiesce", Phase.QUIESCE, seat, generation)
+
+
+def _vote_digest(keeper: Keeper) -> str:
+    return "unchecked" if sabotage.off("digest") else keeper.registry.shared_digest()
+
+
+def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
+    place = keeper.place
+    rank = Rank(place.rank)
+    keeper.reach("reform")
+    endpoint = reform.membership.store
+    store = dist.TCPStore(
+        endpoint.host,
+        endpoint.port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_STORE_SECONDS_MAX),
+    )
+    prefix = reform.membership.secret
+    agree_on_groups(
+        keeper.groups,
+        dist.PrefixStore(f"{prefix}/{generation}/log", store),
+        lambda: keeper.inbox.generation != generation,
+    )
+    keeper.groups.reform(store, prefix, generation)
+    keeper.report("Reformed", Phase.REFORM, wire.SeatReport(rank), generation)
+    try:
+        payload = _find_private(keeper, reform)
+    except NoHome as error:
+        keeper.report("Reform", Phase.VERIFY, wire.SeatReport(rank, problem=str(error)))
+        return
+    receiving = any(move.target == place.rank for move in reform.moves)
+    if receiving:
+        keeper.boundary.torn = True
+        keeper.has_state = False
+    keeper.reach("transfer")
+    received = move_state(keeper, reform)
+    if receiving:
+        take_private(keeper, payload, reform.boundary)
+    keeper.mirror_stride = reform.membership.mirror_stride
+    keeper.boundary.step = reform.boundary
+    keeper.open_mirror(payload)
+    keeper.reach("verify")
+    digest = "unchecked" if sabotage.off("digest") else keeper.registry.shared_digest(received)
+    if receiving and digest == reform.digest:
+        keeper.boundary.arrive(reform.boundary)
+        keeper.has_state = True
+    keeper.secret = reform.membership.secret
+    seat = wire.SeatReport(rank, boundary=reform.boundary, intact=keeper.has_state, digest=digest)
+    keeper.report("Reform", Phase.VERIFY, seat, generation)
+
+
+def _find_private(keeper: Keeper, reform: wire.Reform) -> bytes:
+    """This rank's entry for the boundary: its own ring's, else from one of its homes."""
+    place = keeper.place
+    payload = keeper.ring.get(reform.boundary) if keeper.ring is not None else None
+    if payload is not None:
+        return payload
+    nowhere = wire.Home(Rank(place.rank), ())
+    home = next((h for h in reform.homes if h.rank == place.rank), nowhere)
+    secret = reform.membership.secret
+    payload, why = fetch_from(place.room, home, place.job, reform.boundary, secret)
+    if payload is None:
+        raise NoHome(f"no private state of rank {place.rank} at {reform.boundary}: {why}")
+    return payload
+
+
+def take_private(keeper: Keeper, payload: bytes, boundary: int) -> None:
+    """Become what this seat was at the boundary: data, private tensors, generators last."""
+    entry = decode_entry(payload)
+    if entry.boundary != boundary:
+        raise Permanent(f"an entry of boundary {entry.boundary} came for {boundary}")
+    assert keeper.cursor is not None, "a joiner has a cursor"
+    for name, raw in zip(entry.names, entry.tensors, strict=True):
+        if not keeper.registry.restore_private(name, raw):
+            raise ConfigError(f"private state {name!r} has no place in this rank's registry")
+    if not sabotage.off("loader"):
+        keeper.cursor.seek(entry.loader)
+    if not sabotage.off("rng"):
+        restore_randomness(entry.randomness)
+
+
+def _resume(keeper: Keeper, generation: int, resume: wire.Resume) -> None:
+    assert keeper.has_state and keeper.boundary.step == resume.boundary, "verified state resumes"
+    keeper.reach("resume")
+    keeper.generation = generation
+    keeper.page.set_generation(generation)
+    if not sabotage.off("reset"):
+        for module in keeper.registry.modules.values():
+            reset_ddp(module)
+    keeper.expected_collectives = 1
+    keeper.page.count_launches_from_here()
+    keeper.log.forget_after(resume.boundary)
+    keeper.resumed_report_due = True
+
+
+def _save(keeper: Keeper, generation: int, save: wire.Save) -> None:
+    try:
+        checkpoint.rescue(keeper, save)
+        seat = wire.SeatReport(Rank(keeper.place.rank), boundary=save.boundary, intact=True)
+    except (OSError, NoHome) as error:
+        seat = wire.SeatReport(Rank(keeper.place.rank), problem=f"cannot save: {error}")
+    keeper.report("Save", Phase.SAVE, seat, generation)
+
+
+def load_checkpoint(keeper: Keeper, found: checkpoint.Found) -> None:
+    payload = checkpoint.load(found, keeper.registry, keeper.place.rank)
+    take_private(keeper, payload, found.boundary)
+    keeper.boundary.arrive(found.boundary)
+    keeper.committed = found.boundary - 1
+    keeper.log.adopt(found.manifest["records"])
+
+
+def _leave(keeper: Keeper, exit_code: int) -> NoReturn:
+    keeper.page.mark(Mark.FINISHED, keeper.boundary.step)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    raise SystemExit(exit_code)

@@ -1,0 +1,356 @@
+"""What counts as state, and who holds the same state.
+
+Everything registered is flattened into named tensors in one canonical order, the same on every
+rank, and a remainder of plain values (learning rates, a scheduler's counters). Tensors that
+replicas hold alike are *shared* and can be rebuilt from any of them; those whose digests differ
+between ranks are *private*, found by comparison, and travel with the rank's private entry.
+
+Nothing here sends anything; nothing here guesses: a value it cannot carry exactly is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from keepstep.errors import ConfigError
+from keepstep.training.capsule import DigestCache, combine, digest
+from keepstep.training.private import fill_from_bytes, tensor_bytes
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can say its state and take it back."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRestore:
+    """Model-aware mode: the user's own functions in place of a state_dict."""
+
+    save: Callable[[], dict[str, Any]]
+    restore: Callable[[dict[str, Any]], None]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.save()
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self.restore(state_dict)
+
+
+class Registry:
+    """The registered parts of one job on this rank."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.others: dict[str, Stateful] = {}
+        self.generators: dict[str, torch.Generator] = {}
+        self.private: set[str] = set()
+        """Names of tensors that differ between ranks. Grows by comparison, never shrinks."""
+        self._cache = DigestCache()
+        self._fixed_key: tuple[int, ...] = ()
+        self._fixed: list[tuple[str, torch.Tensor]] = []
+        self._buffer_places: list[tuple[str, nn.Module, str]] = []
+
+    def add(self, name: str, part: object) -> None:
+        taken = (self.modules, self.optimizers, self.others, self.generators)
+        if any(name in room for room in taken):
+            raise ConfigError(f"state {name!r} is registered twice; give each part its own name")
+        if isinstance(part, nn.Module):
+            self.modules[name] = part
+        elif isinstance(part, torch.optim.Optimizer):
+            self.optimizers[name] = part
+        elif isinstance(part, torch.Generator):
+            self.generators[name] = part
+        elif isinstance(part, tuple) and len(part) == 2 and all(callable(f) for f in part):
+            self.others[name] = SaveRestore(*part)
+        elif isinstance(part, Stateful):
+            self.others[name] = part
+        else:
+            raise ConfigError(
+                f"{name!r} ({type(part).__name__}) has no state_dict/load_state_dict; "
+                "pass a pair (save, restore) of functions instead"
+            )
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Every registered tensor that lives in place, in canonical order."""
+        return [*self.fixed(), *self.buffers()]
+
+    def fixed(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters and optimizer state: the same tensors at every step, so looked up once."""
+        key = self.layout_key()
+        if key != self._fixed_key:
+            self._fixed = [*self._parameters(), *self._optimizer_tensors()]
+            self._fixed_key = key
+        return self._fixed
+
+    def layout_key(self) -> tuple[int, ...]:
+        """Changes when optimizers have made or dropped state; cheap enough for every step."""
+        return (len(self.modules), *(len(o.state) for o in self.optimizers.values()))
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, module in self.modules.items():
+            for key, parameter in module.named_parameters():
+                yield f"{name}.{key}", parameter.detach()
+
+    def _optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, optimizer in self.optimizers.items():
+            for index, parameter in enumerate(_parameters_of(optimizer)):
+                state = optimizer.state.get(parameter, {})
+                for key in sorted(state):
+                    if isinstance(state[key], torch.Tensor):
+                        yield f"{name}.{index}.{key}", state[key]
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Tensors that a forward pass may change, or replace: looked up each time."""
+        if not self._buffer_places:
+            self._buffer_places = list(self._find_buffers())
+        found = []
+        for name, module, key in self._buffer_places:
+            buffer = module._buffers[key]
+            if buffer is not None:
+                found.append((name, buffer))
+        return found
+
+    def _find_buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
+        for name, module in self.modules.items():
+            for path, inner in module.named_modules():
+                for key in inner._buffers:
+                    yield ".".join(part for part in (name, path, key) if part), inner, key
+
+    def shared(self) -> list[tuple[str, torch.Tensor]]:
+        """What any replica can give back."""
+        return [(name, tensor) for name, tensor in self.tensors() if name not in self.private]
+
+    def private_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """What the private entry carries beside the implicit generators."""
+        fixed = self.fixed() if self._private_is_fixed() else []
+        named = [(n, t) for n, t in (*fixed, *self.buffers()) if n in self.private]
+        return named + [(f"{n}.generator", g.get_state()) for n, g in self.generators.items()]
+
+    def _private_is_fixed(self) -> bool:
+        """Is any parameter private? Hardly ever, and then a step need not look through them."""
+        return len(self.private) > sum(name in self.private for name, _, _ in self._buffer_places)
+
+    def restore_private(self, name: str, raw: bytes) -> bool:
+        """Take one private tensor back; False if this rank knows no such name."""
+        key = name.removesuffix(".generator")
+        if name.endswith(".generator") and key in self.generators:
+            state = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            self.generators[key].set_state(state)
+            return True
+        for known, tensor in self.tensors():
+            if known == name:
+                fill_from_bytes(tensor, raw)
+                return True
+        return False
+
+    # ------------------------------------------------------------ plain values
+
+    def plain(self) -> dict[str, Any]:
+        """Everything that is no tensor in place: JSON-able, exact."""
+        plain: dict[str, Any] = {}
+        for name, optimizer in self.optimizers.items():
+            plain[name] = _encode(_optimizer_plain(optimizer))
+        for name, other in self.others.items():
+            plain[name] = _encode(other.state_dict())
+        return plain
+
+    def load_plain(self, plain: Mapping[str, Any]) -> None:
+        for name, optimizer in self.optimizers.items():
+            if name in plain:
+                _load_optimizer_plain(optimizer, _decode(plain[name]))
+        for name, other in self.others.items():
+            if name in plain:
+                own = other.state_dict()
+                other.load_state_dict(_shaped_like(own, _decode(plain[name])))
+
+    def conform(self, layout: list[tuple[str, str, list[int]]]) -> None:
+        """Give the optimizers just the state tensors that the sources have, uninitialised.
+
+        A joiner has stepped a different number of times than its sources, so it may lack state
+        that they hold, or hold state that they have not made yet.
+        """
+        wanted: dict[str, dict[str, tuple[str, list[int]]]] = {}
+        for name, dtype, shape in layout:
+            owner, _, key = name.rpartition(".")
+            wanted.setdefault(owner, {})[key] = (dtype, shape)
+        for name, optimizer in self.optimizers.items():
+            for index, parameter in enumerate(_parameters_of(optimizer)):
+                _conform_state(optimizer, parameter, wanted.get(f"{name}.{index}", {}))
+        self._fixed_key = ()
+        own = [(n, str(t.dtype), list(t.shape)) for n, t in self.shared()]
+        if own != [(n, d, list(s)) for n, d, s in layout]:
+            differing = next(
+                (f"{a} against {b}" for a, b in zip(own, layout, strict=False) if a != tuple(b)),
+                f"{len(own)} tensors against {len(layout)}",
+            )
+            raise ConfigError(
+                f"this rank built other state than its peers: {differing}; "
+                "the script must build the same model on every rank"
+            )
+
+    def layout(self) -> list[tuple[str, str, list[int]]]:
+        return [(name, str(t.dtype), list(t.shape)) for name, t in self.shared()]
+
+    # ------------------------------------------------------------ digests
+
+    def digests(self, received: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+        """Per tensor; `received` holds those that the transport computed from landed bytes."""
+        frozen = self._frozen()
+        known = received or {}
+        found = []
+        for name, tensor in self.tensors():
+            if name in known:
+                found.append((name, known[name]))
+            elif name in frozen:
+                found.append((name, self._cache.digest(frozen[name])))
+            else:
+                found.append((name, digest(tensor)))
+        return found
+
+    def _frozen(self) -> dict[str, nn.Parameter]:
+        """Parameters that nothing updates: their digest holds while their version does."""
+        return {
+            f"{name}.{key}": parameter
+            for name, module in self.modules.items()
+            for key, parameter in module.named_parameters()
+            if not parameter.requires_grad
+        }
+
+    def digests_received(self, received: Mapping[str, str]) -> None:
+        """State landed in place, which raises no version: the old digests go, these are known."""
+        self._cache.forget()
+        for name, parameter in self._frozen().items():
+            if name in received:
+                self._cache.remember(parameter, received[name])
+
+    def shared_digest(self, received: Mapping[str, str] | None = None) -> str:
+        """One digest over all shared state, plain values included."""
+        named = [pair for pair in self.digests(received) if pair[0] not in self.private]
+        return combine([*named, ("plain", _plain_digest(self.plain()))])
+
+    def state_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for _, t in self.shared())
+
+
+def find_private(rows: list[list[tuple[str, str]]]) -> set[str]:
+    """Names whose digests differ between ranks; `rows` holds each rank's digests. Pure."""
+    first = dict(rows[0])
+    return {name for row in rows[1:] for name, value in row if first.get(name) != value}
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _optimizer_plain(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    state = [
+        {k: v for k, v in optimizer.state.get(p, {}).items() if not isinstance(v, torch.Tensor)}
+        for p in _parameters_of(optimizer)
+    ]
+    return {"groups": groups, "state": state}
+
+
+def _load_optimizer_plain(optimizer: torch.optim.Optimizer, plain: Mapping[str, Any]) -> None:
+    for group, values in zip(optimizer.param_groups, plain["groups"], strict=True):
+        for key, value in values.items():
+            # A tensor learning rate (capturable optimizers) must stay the same object.
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = _shaped_like(group.get(key), value)
+    for parameter, values in zip(_parameters_of(optimizer), plain["state"], strict=True):
+        if values:
+            optimizer.state[parameter].update(values)
+
+
+def _conform_state(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    wanted: dict[str, tuple[str, list[int]]],
+) -> None:
+    state = optimizer.state.get(parameter, {})
+    for key in [k for k, v in state.items() if isinstance(v, torch.Tensor) and k not in wanted]:
+        del state[key]
+    if not wanted:
+        if not state:
+            optimizer.state.pop(parameter, None)
+        return
+    state = optimizer.state[parameter]
+    for key, (dtype_name, shape) in wanted.items():
+        dtype = getattr(torch, dtype_name.removeprefix("torch."))
+        held = state.get(key)
+        if not isinstance(held, torch.Tensor) or (held.dtype, list(held.shape)) != (dtype, shape):
+            # Step counters live on the CPU in torch's optimizers; moments live with the parameter.
+            device = parameter.device if shape == list(parameter.shape) else torch.device("cpu")
+            state[key] = torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _plain_digest(plain: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _encode(value: Any) -> Any:
+    """Plain values as JSON without loss. Tags mark what JSON cannot say."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"~": "float", "v": repr(value)}
+    if isinstance(value, torch.Tensor):
+        raw = tensor_bytes(value).hex()
+        return {"~": "tensor", "dtype": str(value.dtype), "shape": list(value.shape), "v": raw}
+    if isinstance(value, tuple):
+        return {"~": "tuple", "v": [_encode(item) for item in value]}
+    if isinstance(value, list):
+        return [_encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {"~": "dict", "v": [[_encode(k), _encode(v)] for k, v in value.items()]}
+    if hasattr(value, "item") and callable(value.item):
+        return _encode(value.item())
+    raise ConfigError(
+        f"state of type {type(value).__name__} cannot be moved exactly; "
+        "register (save, restore) functions that return plain values and tensors"
+    )
+
+
+def _decode(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return [_decode(item) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    match plain["~"]:
+        case "float":
+            return float(plain["v"])
+        case "tuple":
+            return tuple(_decode(item) for item in plain["v"])
+        case "dict":
+            return {_decode(k): _decode(v) for k, v in plain["v"]}
+        case "tensor":
+            dtype = getattr(torch, plain["dtype"].removeprefix("torch."))
+            raw = bytearray(bytes.fromhex(plain["v"]))
+            if not raw:
+                return torch.zeros(plain["shape"], dtype=dtype)
+            return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(plain["shape"])
+        case other:
+            raise ConfigError(f"unknown tag {other!r} in moved state")
+
+
+def _shaped_like(own: Any, value: Any) -> Any:
+    """The value in the container types that this rank's own object uses (Counter, OrderedDict)."""
+    if isinstance(own, dict) and isinstance(value, dict):
+        shaped = {k: _shaped_like(own.get(k), v) for k, v in value.items()}
+        return shaped if type(own) is dict else type(own)(shaped)
+    return value

@@ -1,0 +1,373 @@
+"""What users import: init_process_group, session, and the loop's `steps` and `attempt`.
+
+    keepstep.init_process_group("gloo")
+    session = keepstep.session(model=model, optimizer=optimizer)
+    for x, y in session.steps(loader):
+        with session.attempt():
+            …forward, backward, optimizer.step()…
+
+Under plain torchrun the same script trains without protection. Under `keepstep run` a failed
+attempt is swallowed and the same batches are yielded again. Adapters use the primitives that this
+sugar is made of: begin, grads_ready, applied, committed, recover.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from keepstep import sabotage
+from keepstep.errors import ConfigError, Fenced
+from keepstep.training import checkpoint, standby
+from keepstep.training.groups import Groups
+from keepstep.training.keeper import Keeper
+from keepstep.training.loader import Cursor
+from keepstep.training.seat import Place, Seat, read_place
+
+__all__ = ["Seat", "Session", "init_process_group", "session"]
+
+GROUP_SECONDS_MAX = 1800.0
+"""torch's own default. A backstop only: a broken group is freed by its sockets, not by time."""
+REHEARSALS = 2
+"""DDP rebuilds its buckets after the first backward; a joiner needs the rebuilt layout."""
+COMPILE_SECONDS_MAX = 900.0
+
+_groups: Groups | None = None
+
+
+def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = None) -> None:
+    """In place of torch.distributed.init_process_group. Ranks come from the environment."""
+    place = read_place()
+    if place is None:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    if place.role == "standby":
+        raise ConfigError(
+            "a level-2 standby has no rank yet: call keepstep.session(build) and let it make "
+            "the groups, or run with --standby-level 1"
+        )
+    _init_groups(place, backend, timeout)
+
+
+def session(build: Callable[[Seat], dict[str, Any]] | None = None, /, **parts: Any) -> Session:
+    """Register what counts as state and get the session.
+
+    Give the parts by name (`model=…, optimizer=…`), or a function `build(seat)` that makes them.
+    With `build`, a level-2 standby makes them ahead of time, so it must have no side effects; it
+    may also return `loader`, and `rehearse`, a function that runs one step on given batches.
+    """
+    place = read_place()
+    if build is not None and parts:
+        raise ConfigError("give keepstep.session either build or the parts themselves, not both")
+    if place is None:
+        if build is not None and not dist.is_initialized():
+            dist.init_process_group("gloo")
+        made = _call_build(build, None) if build is not None else parts
+        return Session(made, None)
+    if place.role == "standby":
+        if build is None:
+            raise ConfigError(
+                "--standby-level 2 needs keepstep.session(build) with a build(seat) function; "
+                "run with --standby-level 1 for keepstep.session(model=…)"
+            )
+        return _park(place, build)
+    if _groups is None:
+        if build is None:
+            raise ConfigError("call keepstep.init_process_group before keepstep.session")
+        _init_groups(place, "gloo", None)
+    made = _call_build(build, place) if build is not None else parts
+    assert _groups is not None, "groups were made above"
+    return Session(made, Keeper(place, _groups))
+
+
+class Session:
+    """One training loop under protection, or without it where there is no Keepstep."""
+
+    def __init__(self, parts: dict[str, Any], keeper: Keeper | None) -> None:
+        self.parts = dict(parts)
+        self.loader = self.parts.pop("loader", None)
+        self._rehearse_step = self.parts.pop("rehearse", None)
+        self._keeper = keeper
+        self._cursor: Cursor | None = None
+        self._step = 0
+        self._attempts = 0
+        self._optimizers_done = 0
+        self._rehearsing = False
+        self._rehearsed = False
+        self._watches_compiler = False
+        if keeper is not None:
+            self._register(keeper)
+
+    # ------------------------------------------------------------ sugar
+
+    def steps(
+        self,
+        loader: Iterable[Any] | None = None,
+        *,
+        accumulate: int | None = None,
+        passes: int = 1,
+        max_steps: int | Callable[[], int | None] | None = None,
+    ) -> Iterator[Any]:
+        """The batches of each step, again and again until the step is in.
+
+        Yields one batch, or a list of `accumulate` of them. Goes over the loader `passes` times
+        (calling the sampler's set_epoch) and ends after `max_steps` steps if that is given; a
+        function is asked before each step, and must answer the same on every rank.
+        """
+        source = loader if loader is not None else self.loader
+        if source is None:
+            raise ConfigError("session.steps needs a loader")
+        cursor = self._cursor = Cursor(source, passes, accumulate)
+        if self._keeper is not None:
+            if not self._keeper.has_state and not self._rehearsed:
+                yield from self._rehearse(cursor, accumulate)
+            self._keeper.start(cursor)
+        while True:
+            limit = max_steps() if callable(max_steps) else max_steps
+            batches = cursor.peek() if limit is None or self.step < limit else None
+            if batches is None:
+                if self._keeper is None or self._keeper.finish():
+                    return
+                continue
+            self._attempts = 0
+            yield batches if accumulate is not None else batches[0]
+            if self._attempts == 0:
+                raise ConfigError("each step needs its `with session.attempt():` block")
+
+    def attempt(self) -> contextlib.AbstractContextManager[int]:
+        """One try at one step. A fault of the machine is swallowed; an error of yours is not."""
+        return _Attempt(self)
+
+    # ------------------------------------------------------------ primitives
+
+    def begin(self) -> int:
+        """Enter a step. Returns its number."""
+        self._attempts += 1
+        self._optimizers_done = 0
+        if self._keeper is None or self._rehearsing:
+            return self._step
+        if not self._watches_compiler and "torch._dynamo" in sys.modules:
+            self._watch_compiler()
+        return self._keeper.begin()
+
+    def grads_ready(self) -> None:
+        """All gradients of this step are reduced; the update comes next."""
+        if self._keeper is not None and self._keeper.boundary.in_attempt:
+            self._keeper.grads_ready()
+
+    def applied(self) -> None:
+        """The update of this step is in on this rank."""
+        if self._rehearsing:
+            return
+        if self._keeper is None:
+            assert self._cursor is not None, "a step has a cursor"
+            self._cursor.advance()
+            self._step += 1
+            return
+        self._keeper.grads_ready()
+        self._keeper.applied()
+
+    @property
+    def committed(self) -> int:
+        """The last step that survives the loss of any one failure domain; -1 for none yet."""
+        return self._keeper.committed if self._keeper is not None else self._step - 1
+
+    def recover(self, error: BaseException) -> bool:
+        """Handle what a step raised: True if it was a fault and training may go on."""
+        if self._keeper is None or self._rehearsing or not self._keeper.is_fault(error):
+            return False
+        before = self.step
+        self._keeper.fault(error)
+        if sabotage.off("loader") and self.step == before and self._cursor is not None:
+            self._cursor.advance()
+        return True
+
+    # ------------------------------------------------------------ around the loop
+
+    @property
+    def step(self) -> int:
+        """How many steps are applied on this rank."""
+        return self._keeper.boundary.step if self._keeper is not None else self._step
+
+    @property
+    def generation(self) -> int:
+        return self._keeper.generation if self._keeper is not None else 0
+
+    @property
+    def rehearsing(self) -> bool:
+        """True while a joiner warms up on thrown-away state: log nothing, save nothing."""
+        return self._rehearsing
+
+    @property
+    def protected(self) -> bool:
+        return self._keeper is not None
+
+    def on_commit(self, callback: Callable[[int], None]) -> None:
+        """Call back with each step's number once it is committed: the place for side effects."""
+        if self._keeper is not None:
+            self._keeper.callbacks.append(callback)
+
+    @contextlib.contextmanager
+    def busy(self, name: str, *, seconds_max: float) -> Iterator[None]:
+        """Declared slowness (an evaluation, a save) is not a hang."""
+        if self._keeper is None:
+            yield
+            return
+        self._keeper.busy(name, seconds_max)
+        try:
+            yield
+        finally:
+            self._keeper.not_busy()
+
+    def save(self) -> str | None:
+        """Write a checkpoint of this boundary, on every rank, and publish it.
+
+        Call it between attempts. Returns its path; None without protection or a state directory.
+        """
+        keeper = self._keeper
+        if keeper is None or keeper.place.state_directory is None:
+            return None
+        path = checkpoint.save(keeper)
+        if keeper.place.rank == 0:
+            self.publish(str(path))
+        return str(path)
+
+    def publish(self, path: str) -> None:
+        """Make a checkpoint the newest. Refused to a worker whose generation is over."""
+        if self._keeper is None:
+            return
+        accepted, why = self._keeper.publish(self.step, path)
+        if not accepted:
+            raise Fenced(f"{path} was not published: {why}")
+
+    # ------------------------------------------------------------ inside
+
+    def _register(self, keeper: Keeper) -> None:
+        for name, part in self.parts.items():
+            keeper.registry.add(name, part)
+        for optimizer in keeper.registry.optimizers.values():
+            optimizer.register_step_pre_hook(lambda *_: self.grads_ready())
+            optimizer.register_step_post_hook(lambda *_: self._one_update_done())
+
+    def _one_update_done(self) -> None:
+        self._optimizers_done += 1
+        keeper = self._keeper
+        if keeper is not None and self._optimizers_done >= len(keeper.registry.optimizers):
+            keeper.update_done()
+
+    def _rehearse(self, cursor: Cursor, accumulate: int | None) -> Iterator[Any]:
+        """A joiner runs the loop's body alone before it takes its seat; what it computes goes."""
+        batches = cursor.rehearsal()
+        self._rehearsing = True
+        try:
+            for _ in range(REHEARSALS if batches else 0):
+                yield batches if accumulate is not None else batches[0]
+        finally:
+            self._rehearsing = False
+        self._rehearsed = True
+
+    def rehearse_ahead(self) -> None:
+        """A level-2 standby's rehearsal, with the step that build() returned."""
+        if self._rehearse_step is None or self.loader is None:
+            return
+        batches = Cursor(self.loader, 1, getattr(self._rehearse_step, "accumulate", 1)).rehearsal()
+        self._rehearsing = True
+        try:
+            for _ in range(REHEARSALS):
+                self._rehearse_step(batches)
+        finally:
+            self._rehearsing = False
+        self._rehearsed = True
+
+    def _watch_compiler(self) -> None:
+        """A compilation is slow and says so itself: nobody has to declare it."""
+        from torch._dynamo.callback import callback_handler
+
+        self._watches_compiler = True
+        keeper = self._keeper
+        assert keeper is not None, "only a protected session watches"
+        callback_handler.register_start_callback(
+            lambda _: keeper.busy("compile", COMPILE_SECONDS_MAX)
+        )
+        callback_handler.register_end_callback(lambda _: keeper.not_busy())
+
+
+class _Attempt(contextlib.AbstractContextManager[int]):
+    """`with session.attempt():`"""
+
+    def __init__(self, owner: Session) -> None:
+        self._session = owner
+
+    def __enter__(self) -> int:
+        while True:
+            try:
+                return self._session.begin()
+            except RuntimeError as error:
+                if not self._session.recover(error):
+                    raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if error is None:
+            try:
+                self._session.applied()
+                return False
+            except RuntimeError as broken:
+                if not self._session.recover(broken):
+                    raise
+                return False
+        return self._session.recover(error)
+
+
+def _init_groups(place: Place, backend: str, timeout: timedelta | None) -> None:
+    global _groups
+    if _groups is not None:
+        raise ConfigError("keepstep.init_process_group was called twice")
+    seconds = timeout or timedelta(seconds=GROUP_SECONDS_MAX)
+    groups = Groups()
+    rehearse = place.role != "worker"
+    store = standby.empty_store() if rehearse else standby.job_store(place)
+    groups.init(backend, max(place.rank, 0), place.world_size, store, seconds, rehearse)
+    _groups = groups
+
+
+def _call_build(build: Callable[[Seat], dict[str, Any]], place: Place | None) -> dict[str, Any]:
+    if place is None:
+        seat = Seat(dist.get_rank(), dist.get_world_size(), 0)
+    else:
+        seat = Seat(max(place.rank, 0), place.world_size, place.local_rank, place.role == "standby")
+    made = build(seat)
+    if not isinstance(made, dict):
+        raise ConfigError("build(seat) must return a dict of named parts: {'model': …, …}")
+    return made
+
+
+def _park(place: Place, build: Callable[[Seat], dict[str, Any]]) -> Session:
+    """A level-2 standby: make everything, rehearse, and wait here for a seat."""
+    _init_groups(place, "gloo", None)
+    groups = _groups
+    assert groups is not None, "groups were made above"
+    made = _call_build(build, place)
+    rehearsal = Session(made, None)
+    rehearsal.rehearse_ahead()
+    seated = standby.park()
+    groups.reseat(seated.rank)
+    for part in made.values():
+        if isinstance(part, torch.nn.Module):
+            groups.adopt(part)
+    if made.get("loader") is not None:
+        Cursor(made["loader"], 1, None).reseat(seated.rank, seated.world_size)
+    session_ = Session(made, Keeper(seated, groups))
+    session_._rehearsed = rehearsal._rehearsed
+    return session_

@@ -1,0 +1,43 @@
+"""A standby's wait for a seat, and where a process finds its store.
+
+A parked process holds no rank and no peers. It leaves the park only with an Assign in hand, which
+it writes into the environment, so that from then on it looks like any other worker of its seat.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from keepstep.errors import ConfigError
+from keepstep.training import entry
+from keepstep.training.seat import Place, read_place
+
+_STORE_SECONDS_MAX = 60.0
+
+
+def park() -> Place:
+    """Block until this standby is given a seat; returns the seat's place."""
+    entry.take_seat(entry.wait_for_seat())
+    seated = read_place()
+    if seated is None:
+        raise ConfigError("the environment lost KEEPSTEP_SOCKET while this standby was parked")
+    return seated
+
+
+def empty_store() -> dist.Store:
+    """For a process without peers."""
+    return dist.HashStore()
+
+
+def job_store(place: Place) -> dist.Store:
+    """The store of this generation, hosted outside the workers."""
+    store = dist.TCPStore(
+        place.store.host,
+        place.store.port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_STORE_SECONDS_MAX),
+    )
+    return dist.PrefixStore(f"{place.secret}/{place.generation}", store)

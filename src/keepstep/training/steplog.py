@@ -1,0 +1,117 @@
+"""steps.jsonl: one line per committed step, and nothing else.
+
+Only rank 0 writes, but every rank remembers its last few records: whoever takes rank 0's seat
+writes the lines that its predecessor did not get to, and reads the file's tail so that no line is
+written twice. A line quotes the journal's head now and then; whoever keeps this file can tell if
+the journal was rewritten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RECORDS_KEPT = 8
+"""Ranks differ by one step and a commit trails by one more; the rest is slack."""
+HEAD_EVERY_STEPS = 100
+"""The journal's head is quoted when it moved, and this often in any case."""
+_TAIL_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What a committed step's line says."""
+
+    step: int
+    generation: int
+    samples: tuple[int, int]
+    """Range of sample positions in the job's global order: [first, past the last)."""
+    digest: str
+    """Of a slice of the state that moves on with each step (see docs/concepts.md)."""
+
+
+class StepLog:
+    """The job's step log, as this rank sees it."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        """None on ranks other than 0, and where no state directory is set."""
+        self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
+        self._written: int | None = None
+        self._head, self._head_due = "", 0
+
+    def remember(self, record: StepRecord) -> None:
+        """A step was applied here; it is not committed yet."""
+        self._records.append(record)
+
+    def forget_after(self, step: int) -> None:
+        """An uncommitted step is retried: its record goes."""
+        kept = [r for r in self._records if r.step < step]
+        self._records.clear()
+        self._records.extend(kept)
+
+    def records(self) -> list[dict[str, Any]]:
+        return [asdict(record) for record in self._records]
+
+    def adopt(self, records: list[dict[str, Any]]) -> None:
+        """A joiner takes its source's memory of the last steps."""
+        self._records.clear()
+        for r in records:
+            first, past = r["samples"]
+            self._records.append(StepRecord(r["step"], r["generation"], (first, past), r["digest"]))
+        self._written = None
+
+    def commit(self, step: int, head: str) -> list[StepRecord]:
+        """Write every remembered line up to `step`; returns those newly committed."""
+        if self.path is None:
+            return []
+        if self._written is None:
+            self._written = last_step(self.path)
+        fresh = [r for r in self._records if self._written < r.step <= step]
+        if fresh:
+            lines = [json.dumps({**asdict(r), "samples": list(r.samples)}) for r in fresh]
+            if head and (head != self._head or fresh[-1].step >= self._head_due):
+                last = json.loads(lines[-1])
+                lines[-1] = json.dumps({**last, "head": head})
+                self._head, self._head_due = head, fresh[-1].step + HEAD_EVERY_STEPS
+            _append(self.path, "".join(line + "\n" for line in lines))
+            self._written = fresh[-1].step
+        return fresh
+
+    def start_at(self, boundary: int) -> None:
+        """A first generation, or one after a fallback: say so if lines of later steps exist."""
+        if self.path is None:
+            return
+        written = last_step(self.path)
+        if written >= boundary:
+            _append(self.path, json.dumps({"fallback_to": boundary}) + "\n")
+            written = boundary - 1
+        self._written = written
+        self.commit(boundary - 1, "")
+
+
+def last_step(path: Path) -> int:
+    """The step of the last whole line; -1 for none. A line cut short by a death is cut off."""
+    if not path.exists():
+        return -1
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        tail = file.read()
+        whole, newline, rest = tail.rpartition(b"\n")
+        if rest:
+            file.truncate(size - len(rest))
+    if not newline:
+        return -1
+    last = json.loads(whole.rpartition(b"\n")[2])
+    return int(last["step"]) if "step" in last else int(last["fallback_to"]) - 1
+
+
+def _append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)

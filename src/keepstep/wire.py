@@ -1,0 +1,580 @@
+"""Every message between processes, its version, and how it is framed.
+
+Three conversations: agent and orchestrator (one stream each), worker and agent (a Unix socket),
+and anybody with an agent's peer port (fetching private state). All are JSON objects of the form
+{"v": 1, "kind": "quiesce", "body": {…}} behind a 4-byte length, strictly decoded by keepstep.codec,
+never pickled. Receivers drop older terms and generations and say so.
+
+The digest that compares state is named here because both sides of a wire must mean the same
+function; its code is in keepstep/training/capsule.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from keepstep import codec
+from keepstep.errors import WireError
+from keepstep.model import (
+    Endpoint,
+    Generation,
+    JobId,
+    JobSpec,
+    Move,
+    NodeId,
+    OrderId,
+    Phase,
+    Rank,
+    Seat,
+    Sign,
+    Term,
+)
+
+VERSION = 1
+DIGEST = "lane-poly-1"
+FRAME_BYTES_MAX = 64 * 1024 * 1024
+
+# ---------------------------------------------------------------- agent -> orchestrator
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFact:
+    """A worker that an agent found alive, at its start or at a reconnect."""
+
+    job: JobId
+    rank: Rank
+    slot: int
+    incarnation: int
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyFact:
+    """A parked worker."""
+
+    job: JobId
+    slot: int
+    level: int
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of an agent's stream: who it is and what lives on its node."""
+
+    node: NodeId
+    address: str
+    slots: int
+    peer_port: int
+    """Serves private state to a joiner: survives workers."""
+    store_port: int
+    """The node's store process: survives workers and the agent."""
+    boot: str
+    """Changes when the node lost its memory: rings of an older boot are gone."""
+    workers: tuple[WorkerFact, ...] = ()
+    standbys: tuple[StandbyFact, ...] = ()
+    term_seen: Term = Term(0)
+    token: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class JobPulse:
+    """How a job fares on one node. Never stored."""
+
+    job: JobId
+    generation: Generation
+    step: int
+    committed: int
+    step_seconds: float
+    busy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """One per node and period, whatever the number of its workers. Never stored."""
+
+    node: NodeId
+    jobs: tuple[JobPulse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One detector's reading about one rank (rank -1: about the node or the job)."""
+
+    node: NodeId
+    job: JobId
+    sign: Sign
+    rank: Rank = Rank(-1)
+    incarnation: int = 0
+    generation: Generation = Generation(0)
+    step: int = -1
+    exit_code: int = 0
+    """Negative: the signal that ended the process."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StallFact:
+    """A rank without progress, not busy by its own word."""
+
+    rank: Rank
+    incarnation: int
+    step: int
+    launched: int
+    """Collectives launched in this generation; the rank with the fewest holds up the others."""
+    stopped: bool = False
+    """The kernel says that the process is stopped: no comparison needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The ranks of a job on this node that stand still. Who lags is judged over all nodes."""
+
+    node: NodeId
+    job: JobId
+    generation: Generation
+    ranks: tuple[StallFact, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeatReport:
+    """What one rank says about itself at the end of a phase."""
+
+    rank: Rank
+    boundary: int = -1
+    """The boundary at which its state is whole; -1 for a joiner that has none yet."""
+    intact: bool = False
+    """False: torn or empty; this rank is no source."""
+    digest: str = ""
+    """Over all shared state, in the order of the registry."""
+    entries: tuple[int, ...] = ()
+    """Boundaries for which this rank holds its own private state."""
+    state_bytes: int = 0
+    step: int = -1
+    busy_seconds: float = 0.0
+    """Above zero: not done yet, but declared busy for at most this long; budgets wait for it."""
+    problem: str = ""
+    """Why the phase could not be done on this rank; empty when all is well."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """What the ranks of one node say about a phase: aggregated, one message per node."""
+
+    node: NodeId
+    job: JobId
+    generation: Generation
+    phase: Phase
+    """QUIESCE: unwound (or, for a joiner, ready). VERIFY: state moved and digested. RESUME: the
+    first step of the new generation is committed. SAVE: the just-in-time checkpoint is written."""
+    seats: tuple[SeatReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyReport:
+    """A parked worker became ready, or was lost."""
+
+    node: NodeId
+    job: JobId
+    slot: int
+    level: int
+    ready: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """A worker wants its checkpoint to be the newest: a compare-and-swap on the generation."""
+
+    node: NodeId
+    job: JobId
+    generation: Generation
+    rank: Rank
+    step: int
+    path: str
+    request: str
+
+
+# ---------------------------------------------------------------- orchestrator -> agent
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a worker has to know of a roster: not the roster, which has 16,384 seats."""
+
+    world_size: int
+    secret: str
+    store: Endpoint
+    mirror_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkers:
+    """Start these seats' workers from the top of the user's script (first generation, fallback)."""
+
+    spec: JobSpec
+    seats: tuple[Seat, ...]
+    membership: Membership
+    resume_from: str = ""
+    """A published checkpoint to start from; empty: the beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartStandby:
+    """Warm a standby on this slot."""
+
+    spec: JobSpec
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropStandby:
+    """End the standby on this slot."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a rank's private state may be fetched."""
+
+    rank: Rank
+    endpoints: tuple[Endpoint, ...]
+    secrets: tuple[str, ...] = ()
+    """Of the generations in which those nodes sat: one that has no seat any more knows no newer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """The standby on the seat's slot takes the seat, and gets ready to join."""
+
+    spec: JobSpec
+    seat: Seat
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Kill and reap these seats' workers. Safe to repeat; other incarnations are left alone."""
+
+    seats: tuple[Seat, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesce:
+    """Leave the step for its boundary and wait there."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reform:
+    """Build the groups of the new generation, move state, digest it, report VERIFY."""
+
+    membership: Membership
+    boundary: int
+    digest: str
+    """What every intact holder at the boundary agreed on."""
+    moves: tuple[Move, ...]
+    homes: tuple[Home, ...]
+    """For ranks that must fetch their private state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Train on from this boundary."""
+
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a just-in-time checkpoint of this boundary, publish it, report SAVE."""
+
+    boundary: int
+    writer: Rank
+    path: str
+    homes: tuple[Home, ...]
+    """For ranks that are gone: the writer fetches their private state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the job's workers and standbys on this node."""
+
+    exit_code: int
+    why: str
+
+
+Action = (
+    StartWorkers
+    | StartStandby
+    | DropStandby
+    | Assign
+    | Fence
+    | Quiesce
+    | Reform
+    | Resume
+    | Save
+    | Stop
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An instruction, fenced by term and generation, the same bytes for all its nodes."""
+
+    term: Term
+    generation: Generation
+    order_id: OrderId
+    job: JobId
+    nodes: tuple[NodeId, ...]
+    action: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The answer to Publish."""
+
+    job: JobId
+    request: str
+    accepted: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The orchestrator's own heartbeat: its term, and the journal heads for the jobs' step logs."""
+
+    term: Term
+    heads: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why the other side will not talk: a bad token, an older term, a fenced generation."""
+
+    why: str
+
+
+# ---------------------------------------------------------------- worker <-> agent
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    """A worker (or standby, rank -1) connects, or reconnects to a restarted agent."""
+
+    job: JobId
+    slot: int
+    pid: int
+    rank: Rank = Rank(-1)
+    incarnation: int = 0
+    generation: Generation = Generation(0)
+    level: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyReady:
+    """A standby is parked and warm to its level."""
+
+    job: JobId
+    slot: int
+    level: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """One rank's part of a PhaseReport."""
+
+    job: JobId
+    generation: Generation
+    phase: Phase
+    seat: SeatReport
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBroken:
+    """A collective failed; the worker waits at its boundary for orders."""
+
+    job: JobId
+    rank: Rank
+    incarnation: int
+    generation: Generation
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnding:
+    """The last words of a worker: what the exit code alone cannot say."""
+
+    job: JobId
+    rank: Rank
+    incarnation: int
+    generation: Generation
+    sign: Sign
+    step: int
+    detail: str = ""
+
+
+# ---------------------------------------------------------------- the peer port
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEntry:
+    """Ask a node for a rank's private state at a boundary."""
+
+    job: JobId
+    rank: Rank
+    boundary: int
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The answer; `payload` is base64, empty when the node has no such entry."""
+
+    found: bool
+    payload: str = ""
+    why: str = ""
+
+
+# ---------------------------------------------------------------- framing
+
+_KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        Hello,
+        Heartbeat,
+        Observed,
+        Stalled,
+        PhaseReport,
+        StandbyReport,
+        Publish,
+        Order,
+        Published,
+        Pulse,
+        Refused,
+        WorkerHello,
+        StandbyReady,
+        WorkerReport,
+        WorkerBroken,
+        WorkerEnding,
+        FetchEntry,
+        Entry,
+    )
+}
+_ACTIONS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        StartWorkers,
+        StartStandby,
+        DropStandby,
+        Assign,
+        Fence,
+        Quiesce,
+        Reform,
+        Resume,
+        Save,
+        Stop,
+    )
+}
+
+Message = Any
+_LENGTH = struct.Struct(">I")
+
+
+def encode(message: Message) -> bytes:
+    """One frame: 4 bytes of length, then JSON."""
+    body = codec.dumps(to_plain(message))
+    if len(body) > FRAME_BYTES_MAX:
+        raise WireError(f"a {type(message).__name__} of {len(body)} bytes is over the limit")
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode(frame: bytes) -> Message:
+    """The message in one frame's body (without its length)."""
+    return from_plain(codec.loads(frame))
+
+
+def to_plain(message: Message) -> dict[str, Any]:
+    """A message as plain JSON; an order's action carries its kind beside it."""
+    plain: dict[str, Any] = {"v": VERSION, "kind": type(message).__name__}
+    body = codec.to_plain(message)
+    if isinstance(message, Order):
+        body["action"] = {"kind": type(message.action).__name__, "body": body["action"]}
+    plain["body"] = body
+    return plain
+
+
+def from_plain(plain: object) -> Message:
+    """Strictly read what `to_plain` wrote."""
+    if not isinstance(plain, dict) or plain.keys() != {"v", "kind", "body"}:
+        raise WireError("a message is an object with v, kind and body")
+    if plain["v"] != VERSION:
+        raise WireError(f"version {plain['v']!r} is not spoken here; this side speaks {VERSION}")
+    kind = _KINDS.get(plain["kind"]) if isinstance(plain["kind"], str) else None
+    if kind is None:
+        raise WireError(f"unknown message {plain['kind']!r}")
+    if kind is not Order:
+        return codec.from_plain(kind, plain["body"])
+    return _order_from_plain(plain["body"])
+
+
+def _order_from_plain(body: object) -> Order:
+    if not isinstance(body, dict) or not isinstance(body.get("action"), dict):
+        raise WireError("Order: needs an action")
+    action = body["action"]
+    if action.keys() != {"kind", "body"} or action["kind"] not in _ACTIONS:
+        raise WireError(f"Order.action: unknown action {action.get('kind')!r}")
+    done: Action = codec.from_plain(_ACTIONS[action["kind"]], action["body"])
+    header = codec.from_plain(_OrderHeader, {k: v for k, v in body.items() if k != "action"})
+    return Order(header.term, header.generation, header.order_id, header.job, header.nodes, done)
+
+
+@dataclass(frozen=True, slots=True)
+class _OrderHeader:
+    term: Term
+    generation: Generation
+    order_id: OrderId
+    job: JobId
+    nodes: tuple[NodeId, ...]
+
+
+class _Reader(Protocol):
+    async def readexactly(self, n: int, /) -> bytes: ...
+
+
+async def read(stream: _Reader) -> Message:
+    """The next message of an asyncio stream; raises asyncio.IncompleteReadError at its end."""
+    return decode(await stream.readexactly(_frame_bytes(await stream.readexactly(_LENGTH.size))))
+
+
+class Decoder:
+    """Frames out of a byte stream that arrives in pieces, for the synchronous side."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        self._buffer += data
+        messages: list[Message] = []
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _frame_bytes(bytes(self._buffer[: _LENGTH.size]))
+            if len(self._buffer) < end:
+                break
+            messages.append(decode(bytes(self._buffer[_LENGTH.size : end])))
+            del self._buffer[:end]
+        return messages
+
+
+def _frame_bytes(prefix: bytes) -> int:
+    (length,) = _LENGTH.unpack(prefix)
+    if length > FRAME_BYTES_MAX:
+        raise WireError(f"a frame of {length} bytes is over the limit of {FRAME_BYTES_MAX}")
+    return int(length)

@@ -1,0 +1,442 @@
+"""What the processes of test_groups.py run. Kept apart: children import it by name."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from keepstep.training.groups import (
+    Groups,
+    GroupsBroken,
+    decode_log,
+    encode_log,
+    merge_logs,
+    reset_ddp,
+)
+from tests.process.world import TIMEOUT, client
+
+WORLD = 4
+VICTIM = 1
+STEPS = 5
+FATAL_STEP = 2
+OPTIONS = {
+    "default": {},
+    "bucket_view": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+def groups_of(store, rank, size, **more):
+    groups = Groups()
+    groups.init("gloo", rank, size, store, TIMEOUT, **more)
+    return groups
+
+
+class Net(nn.Module):
+    def __init__(self, unused):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+        self.norm = nn.BatchNorm1d(64)
+        self.extra = nn.Linear(64, 64) if unused else None
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.norm(x)
+
+
+def build(option):
+    torch.manual_seed(7)
+    model = DistributedDataParallel(Net(option == "unused"), bucket_cap_mb=0.02, **OPTIONS[option])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    return model, optimizer
+
+
+def one_step(model, optimizer, rank, step):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(8, 64, generator=generator)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def state_of(model, optimizer):
+    tensors = [p.data for p in model.parameters()]
+    for p in model.parameters():
+        if "momentum_buffer" not in optimizer.state[p]:
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        tensors.append(optimizer.state[p]["momentum_buffer"])
+    return tensors
+
+
+def weights(model):
+    whole = hashlib.sha256()
+    for p in model.parameters():
+        whole.update(p.detach().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def watch(port, groups, told):
+    """The news of a new generation, from outside the data plane."""
+
+    def wait():
+        own = client(port)
+        own.wait(["generation/1"], timedelta(seconds=60))
+        groups.abort(1)
+        told.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def recover(store, groups, model, optimizer, step, rank):
+    """Re-form and bring the newcomer to the survivors' boundary."""
+    if rank != VICTIM:
+        store.set(f"log/{rank}", encode_log(groups.log()))
+    survivors = [r for r in range(WORLD) if r != VICTIM]
+    groups.replay(merge_logs([decode_log(store.get(f"log/{r}").decode()) for r in survivors]))
+    groups.reform(store, "job", 1, connect_seconds_max=20)
+    reset_ddp(model)
+    at = torch.tensor([step])
+    if rank == survivors[0]:
+        for tensor in [at, *state_of(model, optimizer)]:
+            groups.side.send([tensor], VICTIM, 1).wait()
+    elif rank == VICTIM:
+        for tensor in [at, *state_of(model, optimizer)]:
+            groups.side.recv([tensor], survivors[0], 1).wait()
+    return int(at)
+
+
+def kill_me():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_me():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def member(store, rank, option, end):
+    """One rank of the first generation; `end` is how the victim ends: kill, stop or never."""
+    groups = groups_of(store, rank, WORLD)
+    told = threading.Event()
+    watch(store.port, groups, told)
+    model, optimizer = build(option)
+    step = 0
+    while step < STEPS:
+        groups.reset_backward()
+        if end != "never" and rank == VICTIM and step == FATAL_STEP:
+            groups.before_nth(2, kill_me if end == "kill" else stop_me)
+        try:
+            one_step(model, optimizer, rank, step)
+        except RuntimeError:
+            assert told.wait(30), "no news of a new generation"
+            store.set(f"out/{rank}", "1")
+            step = recover(store, groups, model, optimizer, step, rank)
+            continue
+        step += 1
+    return weights(model)
+
+
+def joiner(store, option, tentative):
+    """A spare: rehearses alone under a tentative rank, then takes the victim's seat."""
+    groups = groups_of(store, tentative, WORLD, rehearse=True)
+    model, optimizer = build(option)
+    # Two iterations rebuild the buckets, a static graph needs three.
+    for warm in range(3 if option == "static" else 2):
+        one_step(model, optimizer, tentative, warm)
+    store.set("rehearsed", "1")
+    store.wait(["generation/1"], timedelta(seconds=60))
+    groups.reseat(VICTIM)
+    groups.adopt(model)
+    step = recover(store, groups, model, optimizer, -1, VICTIM)
+    while step < STEPS:
+        one_step(model, optimizer, VICTIM, step)
+        step += 1
+    return weights(model)
+
+
+# ---------------------------------------------------------------- smaller claims
+
+
+def blocked_collective(store, rank, size):
+    groups = groups_of(store, rank, size)
+    if rank == 1:
+        store.wait(["freed"], timedelta(seconds=30))
+        return 0.0
+    entered = threading.Event()
+    began = []
+
+    def abort():
+        entered.wait(30)
+        began.append(time.monotonic())
+        groups.abort()
+
+    threading.Thread(target=abort, daemon=True).start()
+    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
+    entered.set()
+    try:
+        work.wait()
+    except RuntimeError:
+        seconds = time.monotonic() - began[0]
+        store.set("freed", "1")
+        return seconds
+    return -1.0
+
+
+def blocked_construction(store, rank, size):
+    """Rank 1 of the next generation never comes."""
+    groups = groups_of(store, rank, size)
+    if rank == 1:
+        store.wait(["cancelled"], timedelta(seconds=30))
+        return 0.0
+    began = []
+
+    def abort():
+        # The key that the constructor writes tells that it is inside.
+        client(store.port).wait(["building"], timedelta(seconds=30))
+        time.sleep(0.3)
+        began.append(time.monotonic())
+        groups.abort()
+
+    threading.Thread(target=abort, daemon=True).start()
+    store.set("building", "1")
+    try:
+        groups.reform(store, "p", 1, connect_seconds_max=20)
+    except GroupsBroken:
+        seconds = time.monotonic() - began[0]
+        store.set("cancelled", "1")
+        return seconds
+    return -1.0
+
+
+def broken_until_reform(store, rank, size):
+    groups = groups_of(store, rank, size)
+    tensor = torch.ones(1)
+    groups.abort()
+    groups.abort()
+    refused = 0
+    for attempt in (
+        lambda: dist.all_reduce(tensor),
+        dist.barrier,
+        lambda: dist.send(tensor, 1 - rank),
+        lambda: dist.new_group([0, 1]),
+        lambda: groups.side,
+    ):
+        try:
+            attempt()
+        except GroupsBroken:
+            refused += 1
+    groups.reform(store, "p", 1, connect_seconds_max=30)
+    dist.all_reduce(tensor)
+    return [refused, tensor.item(), len(groups.log())]
+
+
+def late_abort(store, rank, size):
+    groups = groups_of(store, rank, size)
+    groups.abort(3)
+    refused = False
+    try:
+        groups.reform(store, "p", 2)
+    except GroupsBroken:
+        refused = True
+    groups.reform(store, "p", 3, connect_seconds_max=30)
+    groups.abort(3)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return [refused, groups.broken, tensor.item()]
+
+
+def lazy_group(store, rank, size):
+    """Ranks 0 and 1 made groups that rank 2, a joiner, has not heard of."""
+    if rank == 2:
+        groups = groups_of(store, rank, size, rehearse=True)
+        early = dist.new_group([0, 2])
+        dist.all_reduce(torch.ones(1), group=early)
+        groups.replay(decode_log(store.get("log").decode()))
+        groups.replay(decode_log(store.get("log").decode()))
+    else:
+        groups = groups_of(store, rank, 2)  # a world of two stands for the old generation
+        groups.close()
+        groups = groups_of(dist.PrefixStore("again", store), rank, size, rehearse=True)
+        early = dist.new_group([0, 2])
+        lazy = dist.new_group([1, 2])
+        temporary = dist.new_group([0, 1, 2])
+        dist.destroy_process_group(temporary)
+        if rank == 0:
+            store.set("log", encode_log(merge_logs([groups.log()])))
+    groups.reform(store, "p", 1, connect_seconds_max=20)
+    if rank == 2:
+        lazy = dist.new_group([1, 2])  # the user's code comes to it only now
+        dist.new_group([0, 1, 2])
+    after = dist.new_group([0, 1, 2])  # lazily made after the reform, everywhere
+    total = torch.ones(1)
+    if rank in (1, 2):
+        dist.all_reduce(total, group=lazy)
+    everyone = torch.ones(1)
+    dist.all_reduce(everyone, group=after)
+    return [total.item(), everyone.item(), after.group_name, [r.name for r in groups.log()]]
+
+
+def interrupted_new_group(store, rank, size):
+    """Rank 0 is inside new_group when the generation ends; rank 1 has not come to it."""
+    groups = groups_of(store, rank, size)
+    if rank == 0:
+
+        def abort():
+            store_of_thread = client(store.port)
+            store_of_thread.wait(["inside"], timedelta(seconds=30))
+            groups.abort(1)
+
+        threading.Thread(target=abort, daemon=True).start()
+        store.set("inside", "1")
+        try:
+            dist.new_group([0, 1])
+        except GroupsBroken:
+            pass
+        store.set("log", encode_log(groups.log()))
+    else:
+        store.wait(["log"], timedelta(seconds=30))
+        groups.abort(1)
+        groups.replay(decode_log(store.get("log").decode()))
+    groups.reform(store, "p", 1, connect_seconds_max=20)
+    group = dist.new_group([0, 1])
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return [group.group_name, total.item(), len(groups.log())]
+
+
+def fifty_reforms(store, rank, size):
+    groups = groups_of(store, rank, size)
+    dist.new_group([0, 1])
+    seconds = []
+
+    def held():
+        return len(list(Path("/proc/self/fd").iterdir())), len(
+            list(Path("/proc/self/task").iterdir())
+        )
+
+    for generation in range(1, 51):
+        if generation % 2:
+            # The last allreduce is over on both sides: an abort would tear it from the slower one.
+            store.barrier(f"over/{generation}", size)
+            groups.abort(generation)
+        began = time.monotonic()
+        groups.reform(store, "p", generation, connect_seconds_max=30)
+        seconds.append(time.monotonic() - began)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == size
+        if generation == 5:
+            settle()
+            early = held()
+    settle()
+    return [early, held(), sorted(seconds)[25]]
+
+
+def settle():
+    deadline = time.monotonic() + 10
+    while any(t.name.startswith("keepstep-") for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def hooks(store, rank, size):
+    groups = groups_of(store, rank, size)
+    memory = mmap.mmap(-1, 64)
+    groups.bind_counter(memory, 16)
+    model, _ = build("default")
+    seen = []
+    groups.on_backward(lambda: seen.append("first"))
+    groups.before_nth(2, lambda: seen.append("second"))
+    x = torch.ones(8, 64)
+    model(x).sum().backward()  # one bucket in torch's first iteration
+    per_step = []
+    for _ in range(2):
+        groups.reset_backward()
+        seen.append("step")
+        model(x).sum().backward()
+        per_step.append(groups.launched_in_backward)
+    before = groups.launched
+    dist.all_reduce(torch.ones(1))
+    groups.side.allreduce([torch.ones(1)]).wait()
+    counted = groups.launched - before
+    shared = struct.unpack_from("=Q", memory, 16)[0]
+
+    def refuse():
+        raise ValueError("the mirror is late")
+
+    groups.on_backward(refuse)
+    groups.reset_backward()
+    try:
+        model(x).sum().backward()
+        raised = ""
+    except ValueError as error:
+        raised = str(error)
+    # Both have left their last collective: an abort would tear it from the slower one.
+    store.barrier("over", size)
+    groups.abort()
+    groups.close()
+    return [seen, per_step, counted, shared == before + 1, raised]
+
+
+def rehearsal(store):
+    groups_of(store, 2, 4, rehearse=True)
+    found = {}
+    for option in OPTIONS:
+        model, optimizer = build(option)
+        for step in range(3):
+            one_step(model, optimizer, 2, step)
+        found[option] = all(bool(p.isfinite().all()) for p in model.parameters())
+    gathered = [torch.zeros(2) for _ in range(4)]
+    dist.all_gather(gathered, torch.ones(2))
+    flat = torch.zeros(8)
+    dist.all_gather_into_tensor(flat, torch.ones(2))
+    mine = torch.zeros(2)
+    dist.reduce_scatter_tensor(mine, torch.arange(8.0))
+    objects = [None] * 4
+    dist.all_gather_object(objects, "me")
+    theirs = ["mine"]
+    dist.broadcast_object_list(theirs, src=0)
+    dist.barrier()
+    dist.send(torch.ones(1), 0)
+    dist.recv(torch.ones(1), 0)
+    dist.monitored_barrier()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    norm = nn.SyncBatchNorm(4)
+    found["norm"] = norm.num_features == 4 and mesh.size() == 4
+    return [
+        found,
+        sum(map(sum, gathered)).item(),
+        flat.sum().item(),
+        mine.tolist(),
+        objects,
+        theirs,
+    ]
+
+
+def reach_of_timeouts(store, rank, size):
+    """The short limit on connecting must not become the limit of later operations."""
+    groups = groups_of(store, rank, size)
+    store.barrier("ready", size)
+    groups.reform(store, "p", 1, connect_seconds_max=2.0)
+    tensor = torch.ones(1)
+    if rank == 0:
+        time.sleep(2.5)
+        dist.send(tensor, 1)
+        time.sleep(2.5)
+    else:
+        dist.recv(tensor, 0)
+    dist.all_reduce(tensor)
+    return tensor.item()

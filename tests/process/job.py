@@ -1,0 +1,124 @@
+"""A small real job for tests: one node or several, a script, and faults by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from keepstep.cli.cluster import LocalCluster, NodePlan
+from keepstep.model import JobId, JobSpec, Policy
+from keepstep.page import Page, Progress
+
+SECONDS_MAX = 60.0
+
+
+class SmallJob:
+    """Starts a cluster and a job in it; everything is gone when the block ends."""
+
+    def __init__(
+        self,
+        directory: Path,
+        script: str,
+        *,
+        slots: Sequence[int] = (4,),
+        ranks_per_node: int = 3,
+        nodes: int = 1,
+        spares: int = 1,
+        level: int = 1,
+        environment: dict[str, str] | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        self.directory = directory
+        path = directory / "script.py"
+        path.write_text(textwrap.dedent(script))
+        self.cluster = LocalCluster(
+            directory / "run", [NodePlan(f"n{i}", slots=count) for i, count in enumerate(slots)]
+        )
+        self.spec = JobSpec(
+            job=JobId("job"),
+            script=str(path),
+            nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            spares=spares,
+            standby_level=level,
+            environment=environment or {},
+            directory=str(directory),
+            log_directory=str(directory / "logs"),
+            state_directory=str(directory / "state"),
+            tee=False,
+            policy=policy or Policy(),
+        )
+
+    def __enter__(self) -> SmallJob:
+        self.cluster.start()
+        self.cluster.wait_nodes(SECONDS_MAX)
+        self.cluster.client.submit(self.spec)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            error.add_note(self.logs())
+        self.cluster.stop()
+
+    def logs(self) -> str:
+        found = sorted((self.directory / "logs").rglob("*.log"))
+        return "\n".join(f"== {p.name}\n{p.read_text()[-2000:]}" for p in found)
+
+    def view(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.cluster.client.cluster()["jobs"].get("job", {})
+        return found
+
+    def wait(self, holds: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        picture = self.cluster.wait_until(
+            lambda p: holds(p["jobs"].get("job", {})), SECONDS_MAX, what
+        )
+        found: dict[str, Any] = picture["jobs"]["job"]
+        return found
+
+    def wait_ready(self, spares: int = 1) -> None:
+        """Running, past its first steps, with warm spares."""
+        self.wait(
+            lambda job: job.get("state") == "running" and job["spares"]["ready"] >= spares,
+            f"a running job with {spares} spares",
+        )
+
+    def wait_step(self, rank: int, step: int) -> Progress:
+        deadline = time.monotonic() + SECONDS_MAX
+        while time.monotonic() < deadline:
+            progress = self.progress(rank)
+            if progress is not None and progress.step >= step:
+                return progress
+            time.sleep(0.005)
+        raise TimeoutError(f"rank {rank} did not come to step {step}")
+
+    def progress(self, rank: int) -> Progress | None:
+        seat = self.view()["seats"][rank]
+        room = self.cluster.room(seat["node"]) / "job"
+        try:
+            return Page(room / f"seat-{rank}-{seat['incarnation']}.page").read()
+        except OSError:
+            return None
+
+    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> int:
+        progress = self.progress(rank)
+        assert progress is not None, f"rank {rank} has no page yet"
+        os.kill(progress.pid, number)
+        return progress.pid
+
+    def end(self) -> dict[str, Any]:
+        return self.cluster.wait("job", SECONDS_MAX)
+
+    def incidents(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.cluster.client.cluster()["incidents"]
+        return found

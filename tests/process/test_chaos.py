@@ -1,0 +1,78 @@
+"""Small campaigns against the real thing: real processes, real faults, compared bit for bit.
+
+The large ones are `keepstep lab chaos` itself; these keep the campaign honest: it passes when all
+is well, and it fails when one protection is switched off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.process, pytest.mark.chaos, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def lab(*arguments, seconds):
+    done = subprocess.run(
+        [sys.executable, "-m", "keepstep.cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    print(done.stdout, done.stderr)
+    return done
+
+
+def namespaces():
+    return {path.name for path in Path("/run/netns").glob("keepstep-*")}
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root and network namespaces")
+@pytest.mark.timeout(900)
+def test_a_job_under_six_faults_ends_bit_exact_and_leaves_nothing_behind(tmp_path):
+    before = namespaces()
+    out = tmp_path / "result.json"
+    kinds = "sigkill,node_loss,silent_node,two_ranks,agent_killed,orchestrator_killed"
+    done = lab(
+        *("lab", "chaos", "--faults", "6", "--seed", "11", "--kinds", kinds),
+        *("--out", str(out), "--run-dir", str(tmp_path / "run")),
+        seconds=850,
+    )
+    assert done.returncode == 0
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("6 faults, 6 as expected, ")
+    assert "bit-exact yes, 0 committed steps lost" in last
+    result = json.loads(out.read_text())
+    assert {fault["kind"] for fault in result["faults"]} == set(kinds.split(","))
+    assert result["plan"]["seed"] == 11
+    assert namespaces() <= before
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("protection", "kinds", "faults"), [("rng", "sigkill", 2), ("buffers", "rank0", 3)]
+)
+def test_a_campaign_notices_a_protection_that_is_off(tmp_path, protection, kinds, faults):
+    done = lab(
+        *("lab", "chaos", "--faults", str(faults), "--seed", "5", "--kinds", kinds),
+        *("--sabotage", protection, "--run-dir", str(tmp_path / "run")),
+        seconds=550,
+    )
+    assert done.returncode == 1
+    assert "bit-exact no" in done.stdout.strip().splitlines()[-1]
+
+
+def test_a_plan_without_sense_is_refused_before_anything_starts():
+    done = lab("lab", "chaos", "--world", "5", "--nodes", "4", seconds=60)
+    assert done.returncode == 2
+    assert "--world" in done.stderr

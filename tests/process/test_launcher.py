@@ -1,0 +1,178 @@
+"""`keepstep run` and LocalCluster with real processes; the jobs here need no torch of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep.cli.cluster import (
+    ORCHESTRATOR,
+    LocalCluster,
+    NodePlan,
+    find_job,
+    rooms_directory,
+)
+from keepstep.model import JobId, JobSpec
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+rank = os.environ["RANK"]
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} starts", flush=True)
+Path(f"started-{rank}").touch()
+if "raise" in sys.argv:
+    raise ValueError("the user's own bug")
+while "wait" in sys.argv and not Path("go").exists():
+    time.sleep(0.02)
+print(f"rank {rank} ends", flush=True)
+"""
+SECONDS_MAX = 60.0
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "job.py").write_text(SCRIPT, encoding="utf-8")
+    return tmp_path
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + SECONDS_MAX
+    while not holds():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+def marked_processes(run_dir: Path) -> list[int]:
+    """Whatever still has this run's rooms in its environment or command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(rooms_directory(run_dir)).encode() in text or str(run_dir).encode() in text:
+            found.append(entry.name)
+    return [int(pid) for pid in found if pid.isdigit() and int(pid) != os.getpid()]
+
+
+class Launched:
+    """`keepstep run` as a user would start it."""
+
+    def __init__(self, here: Path, *line: str) -> None:
+        self.run_dir = here / "run"
+        self.out, self.err = here / "out.txt", here / "err.txt"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                (
+                    *(sys.executable, "-m", "keepstep.cli", "run", "--job", "j"),
+                    *("--run-dir", str(self.run_dir), "--nproc-per-node", "2", *line),
+                ),
+                cwd=here,
+                env={**os.environ, "PYTHONPATH": str(SRC)},
+                stdout=out,
+                stderr=err,
+            )
+
+    def ends(self) -> int:
+        return self.process.wait(SECONDS_MAX)
+
+    def said(self) -> str:
+        return self.out.read_text(encoding="utf-8") + self.err.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def launch(here: Path) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def start(*line: str) -> Launched:
+        started.append(Launched(here, *line))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        if launched.process.poll() is None:
+            launched.process.terminate()
+            launched.process.wait(SECONDS_MAX)
+
+
+def test_a_script_runs_as_under_torchrun_and_nothing_is_left_behind(
+    launch: Callable[..., Launched], here: Path
+):
+    launched = launch("job.py")
+    assert launched.ends() == 0, launched.said()
+    assert "[rank0]: rank 0 of 2 starts" in launched.said()
+    assert "[rank1]: rank 1 ends" in launched.said()
+    assert not rooms_directory(launched.run_dir).exists()
+    until(lambda: not marked_processes(launched.run_dir), "every process to be gone")
+
+
+def test_a_users_exception_ends_with_its_traceback_and_one(launch: Callable[..., Launched]):
+    launched = launch("--tee", "0", "job.py", "raise")
+    assert launched.ends() == 1
+    assert "ValueError: the user's own bug" in launched.said()
+
+
+def test_ctrl_c_stops_the_job_and_ends_with_130(launch: Callable[..., Launched], here: Path):
+    launched = launch("job.py", "wait")
+    until(lambda: (here / "started-1").exists(), "the workers")
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.ends() == 130, launched.said()
+    until(lambda: not marked_processes(launched.run_dir), "every process to be gone")
+
+
+def test_a_killed_orchestrator_and_a_killed_agent_are_put_back_under_a_running_job(
+    launch: Callable[..., Launched], here: Path
+):
+    launched = launch("--node", "n0", "job.py", "wait")
+    until(lambda: (here / "started-1").exists(), "the workers")
+    for program in ("keepstep.orchestrator", "keepstep.agent\0"):
+        (pid,) = [
+            pid
+            for pid in marked_processes(launched.run_dir)
+            if program in f"{Path(f'/proc/{pid}/cmdline').read_text(encoding='utf-8')}\0"
+        ]
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.5)
+    (here / "go").touch()
+    assert launched.ends() == 0, launched.said()
+    assert launched.said().count("starts") == 2, "no worker was started twice"
+
+
+def test_a_lost_node_is_gone_with_all_it_held_and_comes_back_empty(here: Path):
+    nodes = [NodePlan("n0", slots=1), NodePlan("n1", slots=1)]
+    with LocalCluster(here / "run", nodes) as cluster:
+        cluster.wait_nodes()
+        boot = cluster.client.cluster()["nodes"]["n1"]["boot"]
+        cluster.client.submit(
+            JobSpec(JobId("j"), str(here / "job.py"), ("wait",), nodes=2, directory=str(here))
+        )
+        until(lambda: (here / "started-1").exists(), "the workers")
+        cluster.lose_node("n1")
+        assert cluster.processes("n1") == ()
+        assert not cluster.room("n1").exists()
+        assert cluster.processes("n0")
+        cluster.return_node("n1")
+        picture = cluster.wait_until(
+            lambda seen: seen["nodes"]["n1"]["alive"] and seen["nodes"]["n1"]["boot"] != boot,
+            SECONDS_MAX,
+            "n1 to come back with another boot",
+        )
+        assert find_job(picture, "j") is not None
+        term, pid = picture["term"], cluster.pid_of(ORCHESTRATOR)
+        cluster.kill_orchestrator()
+        cluster.wait_until(lambda seen: seen["term"] == term + 1, SECONDS_MAX, "a higher term")
+        assert cluster.pid_of(ORCHESTRATOR) != pid
+        cluster.client.stop("j", save=False, why="the test is over")
+        assert cluster.wait("j", SECONDS_MAX)["state"] == "stopped"
+    assert not cluster.room("n0").exists()
+    until(lambda: not marked_processes(cluster.run_dir), "every process to be gone")

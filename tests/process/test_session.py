@@ -1,0 +1,237 @@
+"""The session with real processes and real signals: results equal those without faults."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.job import SmallJob
+
+pytestmark = pytest.mark.process
+ROOT = Path(__file__).resolve().parents[2]
+
+LOOP = """
+import json, os, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import keepstep
+
+torch.set_num_threads(1)
+keepstep.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1)))
+optimizer = torch.optim.AdamW(model.parameters())
+torch.manual_seed(100 + rank)
+batches = [(torch.full((4, 8), i * world + rank + 0.5),) for i in range(STEPS)]
+commits = []
+
+def result(**more):
+    weights = [p.detach().double().sum().item().hex() for p in model.parameters()]
+    out = {"weights": weights, "rng": torch.rand(1).item(), "commits": commits, **more}
+    os.makedirs("result", exist_ok=True)
+    with open(f"result/rank-{rank}.json", "w") as file:
+        json.dump(out, file)
+"""
+
+
+def loop(body: str, steps: int = 150) -> str:
+    return LOOP.replace("STEPS", str(steps)) + "\n" + body
+
+
+PLAIN_BODY = """
+session = keepstep.session(model=model, optimizer=optimizer)
+session.on_commit(commits.append)
+for (x,) in session.steps(batches):
+    with session.attempt():
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        time.sleep(0.01)
+result()
+"""
+
+
+def bare(directory: Path, script: str, world: int = 3) -> list[dict[str, Any]]:
+    """The same script without Keepstep and without faults."""
+    directory.mkdir()
+    (directory / "script.py").write_text(script)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={world}", "script.py"]
+    subprocess.run(command, cwd=directory, env=environment, check=True, timeout=120)
+    return results(directory, world)
+
+
+def results(directory: Path, world: int = 3) -> list[dict[str, Any]]:
+    return [json.loads((directory / f"result/rank-{r}.json").read_text()) for r in range(world)]
+
+
+def without_commits(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if k != "commits"} for r in found]
+
+
+def test_a_killed_rank_is_replaced_and_nothing_differs(tmp_path: Path) -> None:
+    script = loop(PLAIN_BODY)
+    with SmallJob(tmp_path, script) as job:
+        job.wait_ready()
+        job.wait_step(1, 20)
+        job.kill(1)
+        assert job.end()["exit_code"] == 0
+        (incident,) = job.incidents()
+    assert incident["outcome"] == "resumed"
+    expected = bare(tmp_path / "bare", script)
+    assert without_commits(results(tmp_path)) == without_commits(expected)
+    # Every step is committed once on a survivor; a joiner hears of those after it joined.
+    assert results(tmp_path)[0]["commits"] == list(range(150))
+    lines = [json.loads(s) for s in (tmp_path / "state/steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(150))
+    assert [line["samples"] for line in lines] == [[12 * i, 12 * i + 12] for i in range(150)]
+
+
+LAZY_BODY = """
+session = keepstep.session(model=model, optimizer=optimizer)
+pair = None
+extra = torch.zeros(1)
+for (x,) in session.steps(batches):
+    with session.attempt():
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        if session.step >= 10 and not session.rehearsing:
+            if pair is None:
+                pair = dist.new_group([1, 2])
+            if rank in (1, 2):
+                extra = torch.full((1,), float(session.step + rank))
+                dist.all_reduce(extra, group=pair)
+        optimizer.step()
+        time.sleep(0.01)
+result(extra=extra.item())
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_group_made_inside_the_loop_is_there_for_the_joiner(tmp_path: Path, victim: int) -> None:
+    script = loop(LAZY_BODY)
+    with SmallJob(tmp_path, script) as job:
+        job.wait_ready()
+        job.wait_step(victim, 30)
+        job.kill(victim)
+        assert job.end()["exit_code"] == 0
+    assert results(tmp_path) == bare(tmp_path / "bare", script)
+
+
+AWARE_BODY = """
+class Average:
+    def __init__(self):
+        self.value, self.count = 0.0, 0
+average = Average()
+def save():
+    return {"value": average.value, "count": average.count}
+def restore(state):
+    average.value, average.count = state["value"], state["count"]
+session = keepstep.session(model=model, optimizer=optimizer, average=(save, restore))
+for (x,) in session.steps(batches):
+    with session.attempt():
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        optimizer.step()
+        average.value += total.item() / (average.count + 1)
+        average.count += 1
+        time.sleep(0.01)
+result(average=average.value.hex(), count=average.count)
+"""
+
+
+def test_the_users_own_save_and_restore_carry_state_to_the_joiner(tmp_path: Path) -> None:
+    script = loop(AWARE_BODY)
+    with SmallJob(tmp_path, script) as job:
+        job.wait_ready()
+        job.wait_step(2, 25)
+        job.kill(2)
+        assert job.end()["exit_code"] == 0
+    assert results(tmp_path) == bare(tmp_path / "bare", script)
+
+
+RAISES_BODY = """
+session = keepstep.session(model=model, optimizer=optimizer)
+for (x,) in session.steps(batches):
+    with session.attempt():
+        optimizer.zero_grad()
+        if session.step == 40 and rank in CULPRITS and not session.rehearsing:
+            raise KeyError("a typo of mine")
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("culprits", "spares_used"), [("(1,)", 1), ("(0, 1, 2)", 0)])
+def test_a_users_exception_stops_the_job_with_the_users_traceback(
+    tmp_path: Path, culprits: str, spares_used: int
+) -> None:
+    script = loop(RAISES_BODY.replace("CULPRITS", culprits))
+    with SmallJob(tmp_path, script, slots=(5,), spares=2) as job:
+        over = job.end()
+        seats = over["seats"]
+    assert over["state"] == "failed"
+    assert over["exit_code"] != 0
+    assert "KeyError: 'a typo of mine'" in over["detail"]
+    assert sum(seat["incarnation"] for seat in seats) <= spares_used
+
+
+def test_a_stopped_rank_is_found_and_replaced(tmp_path: Path) -> None:
+    script = loop(PLAIN_BODY, steps=120)
+    with SmallJob(tmp_path, script) as job:
+        job.wait_ready()
+        job.wait_step(2, 20)
+        pid = job.kill(2, signal.SIGSTOP)
+        assert job.end()["exit_code"] == 0
+        (incident,) = job.incidents()
+        assert not Path(f"/proc/{pid}").exists()
+    assert incident["outcome"] == "resumed"
+    expected = bare(tmp_path / "bare", script)
+    assert without_commits(results(tmp_path)) == without_commits(expected)
+
+
+BUSY_BODY = """
+session = keepstep.session(model=model, optimizer=optimizer)
+for (x,) in session.steps(batches):
+    with session.attempt():
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    if session.step == 30 and rank == 0:
+        with session.busy("evaluation", seconds_max=30):
+            time.sleep(9)
+result()
+"""
+
+
+def test_declared_slowness_is_not_a_hang(tmp_path: Path) -> None:
+    with SmallJob(tmp_path, loop(BUSY_BODY, steps=60)) as job:
+        assert job.end()["exit_code"] == 0
+        assert job.incidents() == []
+
+
+def test_the_quickstart_differs_from_plain_ddp_in_at_most_five_lines() -> None:
+    plain = (ROOT / "examples/01_quickstart/plain.py").read_text()
+    train = (ROOT / "examples/01_quickstart/train.py").read_text()
+
+    def code(text: str) -> list[str]:
+        after_docstring = text.split('"""')[2]
+        return [line.strip() for line in after_docstring.splitlines() if line.strip()]
+
+    changed = [d for d in difflib.ndiff(code(plain), code(train)) if d.startswith("+ ")]
+    assert len(changed) <= 5, changed

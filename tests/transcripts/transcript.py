@@ -1,0 +1,290 @@
+"""Whole-protocol transcripts: commands in, reasons and orders out, compared with a file.
+
+A transcript is a text file of blocks: a command, a line of dashes, what the brain said. Run the
+tests with KEEPSTEP_REWRITE=1 to write what it says now, and review the diff.
+
+    exit 2 signal=9 step=41
+    ----
+    rank 2 on n2 exited with signal 9 at step 41
+    -> n0 n1 Quiesce g2
+"""
+
+from __future__ import annotations
+
+from keepstep import wire
+from keepstep.model import Generation, JobId, JobSpec, NodeId, Phase, Policy, Rank, Sign, Term
+from keepstep.orchestrator import brain, events, state
+
+JOB = JobId("train")
+
+
+class Player:
+    """Plays the commands of one transcript against a brain."""
+
+    def __init__(self) -> None:
+        self.cluster = state.new_cluster("transcript")
+        self.now = 0.0
+        self.journal: list[tuple[events.Event, float]] = []
+
+    def play(self, command: str) -> list[str]:
+        verb, *words = command.split()
+        options = dict(word.split("=", 1) for word in words if "=" in word)
+        plain = [word for word in words if "=" not in word]
+        return getattr(self, f"do_{verb}")(plain, options)
+
+    # ------------------------------------------------------------ commands
+
+    def do_submit(self, plain, options):
+        policy = Policy(hold_seconds_max=float(options.get("hold", 60)))
+        spec = JobSpec(
+            JOB,
+            "train.py",
+            nodes=int(options["nodes"]),
+            ranks_per_node=int(options.get("ranks", 1)),
+            spares=int(options.get("spares", 0)),
+            policy=policy,
+        )
+        return self.feed(events.Submitted(spec))
+
+    def do_hello(self, plain, options):
+        """hello n0 slots=2 boot=b1 workers=RANK.INCARNATION@GENERATION:SLOT,… standbys=SLOT,…"""
+        workers = []
+        for item in filter(None, options.get("workers", "").split(",")):
+            who, _, rest = item.partition("@")
+            rank, _, incarnation = who.partition(".")
+            generation, _, slot = rest.partition(":")
+            workers.append(
+                wire.WorkerFact(
+                    JOB, Rank(int(rank)), int(slot), int(incarnation), Generation(int(generation))
+                )
+            )
+        standbys = [
+            wire.StandbyFact(JOB, int(slot), 1, True)
+            for slot in filter(None, options.get("standbys", "").split(","))
+        ]
+        node = NodeId(plain[0])
+        return self.feed(
+            wire.Hello(
+                node,
+                f"{node}.local",
+                int(options.get("slots", 2)),
+                peer_port=7000,
+                store_port=int(options.get("store", 7001)),
+                boot=options.get("boot", "b1"),
+                workers=tuple(workers),
+                standbys=tuple(standbys),
+            )
+        )
+
+    def do_standby(self, plain, options):
+        node, slot, what = plain
+        return self.feed(wire.StandbyReport(NodeId(node), JOB, int(slot), 1, what == "ready"))
+
+    def do_exit(self, plain, options):
+        return self._observed(plain[0], Sign.EXIT, options)
+
+    def do_raise(self, plain, options):
+        return self._observed(plain[0], Sign.EXCEPTION, {"code": "1", **options})
+
+    def do_finish(self, plain, options):
+        said = []
+        for rank in plain:
+            said += self._observed(rank, Sign.FINISHED, options)
+        return said
+
+    def do_broken(self, plain, options):
+        return self._observed(plain[0], Sign.BROKEN, {"detail": "connection-reset", **options})
+
+    def do_store_lost(self, plain, options):
+        return self.feed(wire.Observed(NodeId(plain[0]), JOB, Sign.STORE_LOST))
+
+    def do_stalled(self, plain, options):
+        """stalled 0:10 1:9 2:9! : collectives launched per rank; ! means stopped."""
+        said = []
+        for word in plain:
+            rank, _, launched = word.partition(":")
+            seat = self._seat(rank)
+            fact = wire.StallFact(
+                seat.rank, seat.incarnation, 7, int(launched.rstrip("!")), launched.endswith("!")
+            )
+            said += self.feed(wire.Stalled(seat.node, JOB, self.job.generation, (fact,), 4.0))
+        return said
+
+    def do_report(self, plain, options):
+        """report quiesce at=41 1=40 2=torn 3=corrupt except=2 only=0,1 g=3 problem2=words"""
+        phase = Phase(plain[0])
+        at = int(options.get("at", -1))
+        migration = self.job.migration
+        skipped = {int(r) for r in options.get("except", "").split(",") if r}
+        chosen = {int(r) for r in options.get("only", "").split(",") if r}
+        generation = Generation(int(options.get("g", self.job.generation)))
+        said = []
+        for seat in self.job.roster.seats:
+            gone = migration is not None and seat.rank in migration.gone
+            if gone or seat.rank in skipped or (chosen and seat.rank not in chosen):
+                continue
+            report = self._seat_report(phase, seat.rank, at, options)
+            said += self.feed(wire.PhaseReport(seat.node, JOB, generation, phase, (report,)))
+        return said
+
+    def _seat_report(self, phase, rank, at, options):
+        what = options.get(str(rank), str(at))
+        problem = options.get(f"problem{rank}", "").replace("_", " ")
+        migration = self.job.migration
+        fresh = migration is not None and rank in migration.fresh
+        if phase is Phase.QUIESCE and (fresh or what == "empty"):
+            return wire.SeatReport(rank, problem=problem)
+        boundary = int(what) if what.lstrip("-").isdigit() else at
+        digest = f"bad-{rank}" if what == "corrupt" else f"good-{boundary}"
+        entries = () if what == "lonely" else (boundary, boundary + 1)
+        intact = what != "torn" and boundary >= 0
+        return wire.SeatReport(
+            rank, boundary, intact, digest, entries, 100, step=boundary, problem=problem
+        )
+
+    def do_silent(self, plain, options):
+        return self.feed(events.NodeSilent(NodeId(plain[0])))
+
+    def do_link(self, plain, options):
+        return self.feed(events.LinkLost(NodeId(plain[0])))
+
+    def do_wait(self, plain, options):
+        """wait 0.5: time passes, then a tick."""
+        self.now += float(plain[0])
+        return self.feed(events.Tick())
+
+    def do_stop(self, plain, options):
+        return self.feed(events.StopAsked(JOB, "SIGTERM", save="save" in plain))
+
+    def do_publish(self, plain, options):
+        generation = Generation(int(options.get("g", self.job.generation)))
+        rank, step = Rank(int(plain[0])), int(options["step"])
+        node = NodeId(options.get("node", self._seat(plain[0]).node))
+        return self.feed(
+            wire.Publish(node, JOB, generation, rank, step, f"ckpt-{step}", f"r{step}")
+        )
+
+    def do_restart(self, plain, options):
+        """The orchestrator dies; another one reads the journal and leads."""
+        replayed = state.new_cluster("transcript")
+        for event, now in self.journal:
+            again = events.from_plain(events.to_plain(event))
+            replayed = brain.step(replayed, again, now).cluster
+        assert state.fingerprint(replayed) == state.fingerprint(self.cluster)
+        self.cluster = state.from_plain(state.to_plain(replayed))
+        return self.feed(events.TermBegan(Term(self.cluster.term + 1)))
+
+    # ------------------------------------------------------------ feeding and telling
+
+    @property
+    def job(self):
+        return self.cluster.jobs[JOB]
+
+    def _seat(self, rank):
+        return self.job.roster.seats[int(rank)]
+
+    def _observed(self, rank, sign, options):
+        seat = self._seat(rank)
+        code = -int(options["signal"]) if "signal" in options else int(options.get("code", 0))
+        return self.feed(
+            wire.Observed(
+                NodeId(options.get("node", seat.node)),
+                JOB,
+                sign,
+                seat.rank,
+                int(options.get("incarnation", seat.incarnation)),
+                Generation(int(options.get("g", self.job.generation))),
+                int(options.get("step", -1)),
+                code,
+                options.get("detail", f"Traceback-of-rank-{rank}" if code == 1 else ""),
+            )
+        )
+
+    def feed(self, event):
+        self.now += 0.001
+        decision = brain.step(self.cluster, event, self.now)
+        self.cluster = decision.cluster
+        if decision.changed:
+            self.journal.append((event, self.now))
+        said = [note.why for note in decision.notes]
+        if not said and decision.why:
+            said = [f"({decision.why})"]
+        said += [tell(order) for order in decision.orders]
+        said += [
+            f"-> {node} Published {'accepted' if a.accepted else 'refused'}: {a.why}"
+            for node, a in decision.answers
+        ]
+        return said
+
+    def standing(self) -> str:
+        job = self.cluster.jobs.get(JOB)
+        if job is None:
+            return "no job"
+        phase = f" {job.migration.phase}" if job.migration else ""
+        over = f" exit {job.exit_code}" if job.state.over else ""
+        return f"= {job.state} g{job.generation}{phase}{over}"
+
+
+def tell(order: wire.Order) -> str:
+    """One order in one line."""
+    action = order.action
+    head = f"-> {' '.join(order.nodes)} {type(action).__name__} g{order.generation}"
+    match action:
+        case wire.StartWorkers(seats=seats, resume_from=origin):
+            return f"{head} {_seats(seats)}" + (f" from {origin}" if origin else "")
+        case wire.StartStandby(slot=slot) | wire.DropStandby(slot=slot):
+            return f"{head} slot {slot}"
+        case wire.Assign(seat=seat):
+            return f"{head} {_seats((seat,))}"
+        case wire.Fence(seats=seats):
+            return f"{head} {_seats(seats)}"
+        case wire.Reform():
+            return f"{head} {_reform(action)}"
+        case wire.Resume(boundary=boundary):
+            return f"{head} at {boundary}"
+        case wire.Save(boundary=boundary, writer=writer, path=path, homes=homes):
+            return f"{head} at {boundary} by rank {writer} to {path}{_homes(homes)}"
+        case wire.Stop(exit_code=code):
+            return f"{head} exit {code}"
+        case _:
+            return head
+
+
+def _seats(seats) -> str:
+    return " ".join(f"{s.rank}.{s.incarnation}@{s.node}:{s.slot}" for s in seats)
+
+
+def _reform(action: wire.Reform) -> str:
+    moves = [
+        f"{m.target}<-{'+'.join(map(str, m.sources))}"
+        + (f" wave {m.wave}" if m.wave else "")
+        + (" staged" if m.staged else "")
+        for m in action.moves
+    ]
+    known = action.membership
+    where = f"store {known.store.host}:{known.store.port} stride {known.mirror_stride}"
+    return f"at {action.boundary} [{', '.join(moves)}] {where}{_homes(action.homes)}"
+
+
+def _homes(homes) -> str:
+    if not homes:
+        return ""
+    listed = [f"{h.rank}:{'+'.join(e.host.split('.')[0] for e in h.endpoints)}" for h in homes]
+    return f" homes {' '.join(listed)}"
+
+
+def render(text: str) -> str:
+    """Play a transcript's commands and write it anew."""
+    player = Player()
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        lines = block.splitlines()
+        comments = [line for line in lines if line.startswith("#")]
+        commands = [line for line in lines if not line.startswith("#")]
+        if not commands:
+            blocks.append("\n".join(comments))
+            continue
+        command = commands[0]
+        said = player.play(command)
+        blocks.append("\n".join([*comments, command, "----", *said, player.standing()]))
+    return "\n\n".join(blocks) + "\n"

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.model import Generation, JobId, NodeId, Rank, Roster, Seat
+from keepstep.orchestrator import roster
+from keepstep.orchestrator.state import NodeState, Settled
+from keepstep.wire import SeatReport
+
+nodes_of_ranks = st.lists(st.sampled_from("abcde"), min_size=1, max_size=24).map(
+    lambda names: [NodeId(name) for name in names]
+)
+
+
+def collisions(nodes: list[NodeId], stride: int) -> int:
+    return sum(nodes[r] == nodes[(r + stride) % len(nodes)] for r in range(len(nodes)))
+
+
+@settings(deadline=None)
+@given(nodes_of_ranks)
+def test_the_stride_is_the_smallest_that_keeps_a_rank_and_its_mirror_apart(nodes):
+    stride = roster.mirror_stride(nodes)
+    possible = range(1, len(nodes)) if len(nodes) > 1 else [1]
+    fewest = min(collisions(nodes, k) for k in possible)
+    assert collisions(nodes, stride) == fewest
+    assert stride == next(k for k in possible if collisions(nodes, k) == fewest)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 6), st.integers(1, 8))
+def test_block_placement_always_has_a_stride_without_collisions(nodes, each):
+    placed = [NodeId(f"n{rank // each}") for rank in range(nodes * each)]
+    assert collisions(placed, roster.mirror_stride(placed)) == 0
+
+
+@st.composite
+def quiesced(draw):
+    """Reports of a quiesced job: ranks at S or S-1, torn ones, joiners, on a few nodes."""
+    size = draw(st.integers(1, 12))
+    seats = [Seat(Rank(r), NodeId(draw(st.sampled_from("abc"))), 0, 0) for r in range(size)]
+    reports = {}
+    for rank in range(size):
+        kind = draw(st.sampled_from(["new", "new", "old", "torn", "joiner", "corrupt"]))
+        boundary = {"new": 9, "corrupt": 9, "old": 8, "torn": 9, "joiner": -1}[kind]
+        digest = "bad" if kind == "corrupt" else f"d{boundary}"
+        intact = kind in ("new", "old", "corrupt")
+        reports[Rank(rank)] = SeatReport(Rank(rank), boundary, intact, digest)
+    return seats, reports
+
+
+@settings(deadline=None)
+@given(quiesced())
+def test_only_intact_ranks_of_a_strict_majority_win(case):
+    _, reports = case
+    verdict = roster.judge(reports)
+    if verdict.problem:
+        assert verdict.winners == ()
+        return
+    holders = [r for r in reports.values() if r.intact and r.boundary == verdict.boundary]
+    assert all(reports[rank].intact for rank in verdict.winners)
+    assert 2 * len(verdict.winners) > len(holders)
+    assert {*verdict.winners, *verdict.corrupt} == {r.rank for r in holders}
+
+
+@settings(deadline=None)
+@given(quiesced())
+def test_everybody_who_did_not_win_receives_from_winners_only(case):
+    seats, reports = case
+    verdict = roster.judge(reports)
+    if verdict.problem:
+        return
+    moves = roster.moves(verdict, reports, seats, {})
+    assert {move.target for move in moves} == set(reports) - set(verdict.winners)
+    for move in moves:
+        assert set(move.sources) <= set(verdict.winners)
+        assert 1 <= len(move.sources) <= roster.SOURCES_PER_MOVE_MAX
+        assert len(set(move.sources)) == len(move.sources)
+
+
+@settings(deadline=None)
+@given(quiesced())
+def test_the_last_home_of_a_boundary_is_never_received_into_in_place(case):
+    """An older whole state is overwritten only when two nodes hold the newer one."""
+    seats, reports = case
+    verdict = roster.judge(reports)
+    if verdict.problem:
+        return
+    homes = {seats[rank].node for rank in verdict.winners}
+    moves = roster.moves(verdict, reports, seats, {})
+    elsewhere = {seats[move.target].node for move in moves} - homes
+    for wave in (0, 1):
+        now = [move for move in moves if move.wave == wave]
+        for move in now:
+            whole = reports[move.target].intact and reports[move.target].boundary >= 0
+            if whole and not move.staged:
+                assert len(homes) > 1 or not elsewhere
+        homes |= {seats[move.target].node for move in now}
+
+
+@settings(deadline=None)
+@given(quiesced(), st.sets(st.integers(0, 11)))
+def test_suspected_sources_are_used_only_when_no_other_is_left_and_then_alone(case, suspected):
+    seats, reports = case
+    verdict = roster.judge(reports)
+    if verdict.problem:
+        return
+    suspicion = {Rank(rank): 1 for rank in suspected}
+    for move in roster.moves(verdict, reports, seats, suspicion):
+        if set(verdict.winners) - suspected:
+            assert not set(move.sources) & suspected
+        else:
+            assert len(move.sources) == 1
+
+
+def test_a_tie_has_no_winner():
+    reports = {
+        Rank(0): SeatReport(Rank(0), 9, True, "a"),
+        Rank(1): SeatReport(Rank(1), 9, True, "b"),
+    }
+    assert roster.judge(reports).problem
+
+
+def test_a_single_holder_wins():
+    reports = {
+        Rank(0): SeatReport(Rank(0), 9, True, "a"),
+        Rank(1): SeatReport(Rank(1), 8, True, "b"),
+    }
+    assert roster.judge(reports).winners == (0,)
+
+
+def test_a_node_that_lost_its_memory_is_no_home():
+    seats = tuple(Seat(Rank(r), NodeId(f"n{r}"), 0, 0) for r in range(3))
+    old = Roster(JobId("j"), Generation(1), "s", NodeId("n0"), 1, seats)
+    nodes = {
+        NodeId(f"n{r}"): NodeState(NodeId(f"n{r}"), f"a{r}", 1, 7, 8, "b", serial=r)
+        for r in range(3)
+    }
+    nodes[NodeId("n1")].serial = 50
+    (home,) = roster.homes([Rank(0)], [Settled(old, 10)], nodes)
+    assert [endpoint.host for endpoint in home.endpoints] == ["a0", "a2"]

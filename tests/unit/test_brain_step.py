@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep import wire
+from keepstep.errors import WireError
+from keepstep.model import Generation, JobId, JobSpec, JobState, NodeId, Phase, Rank, Sign, Term
+from keepstep.orchestrator import brain, events, policy, spares, state, view
+from keepstep.orchestrator.state import Cause, Death, Taint
+
+JOB = JobId("train")
+
+
+def hello(cluster: state.Cluster, count: int, slots: int = 2, now: float = 0.0) -> None:
+    for i in range(count):
+        brain.step(cluster, wire.Hello(NodeId(f"n{i}"), f"a{i}", slots, 1, 2, "b"), now)
+
+
+def running(nodes: int = 3, spare_count: int = 1, extra: int = 1) -> state.Cluster:
+    cluster = state.new_cluster("test")
+    hello(cluster, nodes + extra)
+    spec = JobSpec(JOB, "train.py", nodes=nodes, spares=spare_count)
+    brain.step(cluster, events.Submitted(spec), 0.0)
+    report(cluster, Phase.RESUME, 1)
+    assert cluster.jobs[JOB].state is JobState.RUNNING
+    return cluster
+
+
+def report(cluster: state.Cluster, phase: Phase, at: int, now: float = 1.0) -> None:
+    job = cluster.jobs[JOB]
+    for seat in job.roster.seats:
+        seat_report = wire.SeatReport(seat.rank, at, True, f"d{at}", (at,), step=at)
+        brain.step(
+            cluster, wire.PhaseReport(seat.node, JOB, job.generation, phase, (seat_report,)), now
+        )
+
+
+def death(cluster: state.Cluster, rank: int, code: int = -9, step: int = 5) -> wire.Observed:
+    job = cluster.jobs[JOB]
+    seat = job.roster.seats[rank]
+    return wire.Observed(
+        seat.node, JOB, Sign.EXIT, seat.rank, seat.incarnation, job.generation, step, code
+    )
+
+
+EVENTS = [
+    wire.Hello(NodeId("n"), "a", 2, 1, 2, "b"),
+    wire.Observed(NodeId("n"), JOB, Sign.EXIT, Rank(1), 2, Generation(3), 4, -9, "x"),
+    wire.Stalled(NodeId("n"), JOB, Generation(1), (wire.StallFact(Rank(0), 0, 1, 2),), 4.0),
+    wire.PhaseReport(NodeId("n"), JOB, Generation(1), Phase.VERIFY, (wire.SeatReport(Rank(0)),)),
+    wire.StandbyReport(NodeId("n"), JOB, 0, 1, True),
+    wire.Publish(NodeId("n"), JOB, Generation(1), Rank(0), 5, "p", "r"),
+    events.Submitted(JobSpec(JOB, "t.py")),
+    events.StopAsked(JOB, "why", True),
+    events.NodeSilent(NodeId("n")),
+    events.LinkLost(NodeId("n")),
+    events.Tick(),
+    events.TermBegan(Term(2)),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_every_event_survives_the_journal(event: events.Event):
+    assert events.from_plain(events.to_plain(event)) == event
+
+
+def test_an_unknown_event_is_refused():
+    with pytest.raises(WireError, match="unknown event"):
+        events.from_plain({"kind": "Shutdown", "body": {}})
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(EVENTS), max_size=30))
+def test_any_order_of_events_is_survived_and_replays_to_the_same_state(sequence):
+    cluster = state.new_cluster("test")
+    kept = []
+    for number, event in enumerate(sequence):
+        before = state.fingerprint(cluster)
+        decision = brain.step(cluster, event, float(number))
+        if decision.changed:
+            kept.append((event, float(number)))
+        else:
+            assert state.fingerprint(cluster) == before
+    replayed = state.new_cluster("test")
+    for event, now in kept:
+        brain.step(replayed, event, now)
+    assert state.fingerprint(replayed) == state.fingerprint(cluster)
+
+
+def test_a_snapshot_is_the_state():
+    cluster = running()
+    brain.step(cluster, death(cluster, 1), 2.0)
+    again = state.from_plain(state.to_plain(cluster))
+    assert state.fingerprint(again) == state.fingerprint(cluster)
+    one = brain.step(cluster, events.Tick(), 3.0)
+    other = brain.step(again, events.Tick(), 3.0)
+    assert one.orders == other.orders
+    assert state.fingerprint(again) == state.fingerprint(cluster)
+
+
+def test_each_generation_has_a_secret_of_its_own():
+    cluster = running()
+    first = cluster.jobs[JOB].roster.secret
+    brain.step(cluster, death(cluster, 1), 2.0)
+    assert cluster.jobs[JOB].roster.secret != first
+
+
+def test_orders_have_unique_ids_and_the_same_ones_when_told_again():
+    cluster = running()
+    told = brain.step(cluster, death(cluster, 1), 2.0).orders
+    again = brain.step(cluster, events.TermBegan(Term(9)), 2.1).orders
+    assert len({order.order_id for order in told}) == len(told)
+    assert {order.order_id for order in told} <= {order.order_id for order in again}
+    assert {order.term for order in again} == {9}
+
+
+def test_a_tainted_device_is_never_chosen():
+    cluster = running(nodes=2, spare_count=0, extra=1)
+    for slot in range(2):
+        cluster.taints[f"n2/{slot}"] = Taint("bad memory", 0.0, 1e9)
+    choice = spares.choose(cluster, cluster.jobs[JOB], 1.0)
+    assert choice is not None
+    assert choice.node != "n2"
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 7)))
+def test_whatever_is_tainted_the_choice_is_not(tainted):
+    cluster = running(nodes=3, spare_count=0, extra=1)
+    for number in tainted:
+        cluster.taints[f"n{number // 2}/{number % 2}"] = Taint("bad", 0.0, 1e9)
+    choice = spares.choose(cluster, cluster.jobs[JOB], 1.0)
+    if choice is not None:
+        assert choice.slot not in cluster.nodes[choice.node].uses
+        assert choice.node[1:].isdigit()
+        assert int(choice.node[1:]) * 2 + choice.slot not in tainted
+
+
+def test_a_standby_is_kept_on_a_node_without_ranks():
+    cluster = running(nodes=2, spare_count=2, extra=2)
+    homes = {standby.node for standby in cluster.jobs[JOB].standbys.values()}
+    assert homes == {"n2", "n3"}
+
+
+def test_a_lost_standby_is_replaced_after_a_while():
+    cluster = running()
+    (parked,) = cluster.jobs[JOB].standbys.values()
+    lost = wire.StandbyReport(parked.node, JOB, parked.slot, 1, False)
+    assert brain.step(cluster, lost, 5.0).orders == ()
+    decision = brain.step(cluster, events.Tick(), 6.0)
+    assert [type(order.action) for order in decision.orders] == [wire.StartStandby]
+
+
+def test_an_older_generation_cannot_publish():
+    cluster = running()
+    brain.step(cluster, death(cluster, 1), 2.0)
+    stale = wire.Publish(NodeId("n0"), JOB, Generation(1), Rank(0), 9, "p", "r")
+    ((_, answer),) = brain.step(cluster, stale, 2.1).answers
+    assert not answer.accepted
+    assert "fenced" in answer.why
+
+
+def test_an_older_step_cannot_replace_a_newer_checkpoint():
+    cluster = running()
+    for step, accepted in ((9, True), (8, False), (9, True)):
+        event = wire.Publish(NodeId("n0"), JOB, Generation(1), Rank(0), step, "p", "r")
+        ((_, answer),) = brain.step(cluster, event, 2.0).answers
+        assert answer.accepted is accepted
+
+
+@pytest.mark.parametrize(("code", "allowed"), [(-11, 1), (-6, 1), (-9, 4), (1, 2)])
+def test_a_rank_that_keeps_dying_alike_at_one_step_is_the_users(code: int, allowed: int):
+    cluster = running()
+    job = cluster.jobs[JOB]
+    cause = Cause(Sign.EXIT, Rank(1), NodeId("n1"), 0, 5, code)
+    job.deaths[Rank(1)] = Death(5, code, allowed - 1)
+    assert policy.respond(job, cause).response is policy.Response.REPLACE
+    job.deaths[Rank(1)] = Death(5, code, allowed)
+    assert policy.respond(job, cause).response is policy.Response.STOP
+
+
+def test_a_death_at_another_step_starts_a_new_count():
+    cause = Cause(Sign.EXIT, Rank(1), NodeId("n1"), 0, 6, -11)
+    assert policy.counted(Death(5, -11, 1), cause).count == 1
+
+
+def test_when_most_nodes_fall_silent_the_brain_suspects_itself():
+    cluster = running(nodes=3, extra=1)
+    for i in range(3):
+        brain.step(cluster, events.NodeSilent(NodeId(f"n{i}")), 5.0)
+    assert brain.step(cluster, events.Tick(), 6.0).orders == ()
+    assert cluster.jobs[JOB].state is JobState.RUNNING
+    brain.step(cluster, events.Tick(), 25.0)
+    assert cluster.jobs[JOB].state is not JobState.RUNNING
+
+
+def test_a_busy_survivor_is_waited_for():
+    cluster = running()
+    job = cluster.jobs[JOB]
+    brain.step(cluster, death(cluster, 1), 2.0)
+    busy = wire.SeatReport(Rank(0), busy_seconds=300.0)
+    event = wire.PhaseReport(NodeId("n0"), JOB, job.generation, Phase.QUIESCE, (busy,))
+    brain.step(cluster, event, 2.1)
+    brain.step(cluster, events.Tick(), 100.0)
+    assert job.migration.fences == {}
+    brain.step(cluster, events.Tick(), 303.0)
+    assert set(job.migration.fences) | set(job.migration.gone) or job.generation > 2
+
+
+def test_closed_incidents_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("keepstep.orchestrator.launch.CLOSED_MAX", 5)
+    cluster = running()
+    for number in range(12):
+        brain.step(cluster, death(cluster, number % 3, step=number), 10.0 + number)
+        for phase in (Phase.QUIESCE, Phase.VERIFY, Phase.RESUME):
+            report(cluster, phase, number + 2, 10.5 + number)
+    assert len(cluster.closed) == 5
+    assert {incident.outcome for incident in cluster.closed} == {"resumed"}
+
+
+def test_the_view_tells_the_story():
+    cluster = running()
+    brain.step(cluster, death(cluster, 1), 2.0)
+    picture = view.describe(cluster)
+    assert picture["jobs"]["train"]["migration"]["phase"] == "quiesce"
+    assert picture["jobs"]["train"]["seats"][1]["phase"] == "joining"
+    (incident,) = picture["incidents"]
+    assert incident["outcome"] == "open"
+    assert "exited with signal 9" in incident["story"][0][2]
+    assert picture["nodes"]["n0"]["alive"] is True

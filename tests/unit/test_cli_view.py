@@ -1,0 +1,181 @@
+"""What operators read, made from a picture without any orchestrator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from keepstep.cli import view
+from keepstep.cli.logs import tail
+from keepstep.cli.show import only_job
+from keepstep.cli.watch import _cut
+from keepstep.errors import ConfigError
+
+
+def seat(rank: int, node: str, slot: int, phase: str = "running", incarnation: int = 0) -> Any:
+    return {
+        "rank": rank,
+        "node": node,
+        "slot": slot,
+        "phase": phase,
+        "incarnation": incarnation,
+    }
+
+
+def job(**more: Any) -> dict[str, Any]:
+    return {
+        "id": "train",
+        "state": "running",
+        "over": False,
+        "since": 0.0,
+        "generation": 3,
+        "step": 10,
+        "incidents": 1,
+        "fallbacks": 0,
+        "detail": "",
+        "migration": None,
+        "spares": {"wanted": 1, "ready": 1, "standbys": [{"node": "n2", "slot": 0, "ready": True}]},
+        "seats": [seat(0, "n0", 0), seat(1, "n1", 0, incarnation=2)],
+        **more,
+    }
+
+
+def node(name: str, **more: Any) -> dict[str, Any]:
+    use = {"slot": 0, "job": "train", "rank": 0, "standby": False, "fenced": False, "taint": None}
+    facts = {"id": name, "alive": True, "address": "10.0.0.1", "slots": 1, "free": 0, "uses": [use]}
+    return {**facts, **more}
+
+
+def picture(**more: Any) -> dict[str, Any]:
+    nodes = {name: node(name) for name in ("n0", "n1", "n2")}
+    pulse = {"job": "train", "generation": 3, "step": 42, "committed": 41, "step_seconds": 0.2}
+    return {
+        "term": 2,
+        "now": 100.0,
+        "jobs": {"train": job()},
+        "nodes": nodes,
+        "incidents": [],
+        "connected": ["n0", "n1", "n2"],
+        "pulses": [{"node": "n0", "jobs": [{**pulse, "busy": "eval"}]}],
+        **more,
+    }
+
+
+def test_status_shows_the_newest_step_that_heartbeats_know():
+    text = "\n".join(view.status_lines(picture()))
+    assert "RUNNING" in text
+    assert "step 41 (200 ms/step) busy: eval" in text
+    assert "nodes 3/3 alive" in text
+
+
+def test_heartbeats_of_an_older_generation_are_not_believed():
+    old = picture(jobs={"train": job(generation=4)})
+    assert "step 10" in "\n".join(view.status_lines(old))
+
+
+def test_seats_are_shown_on_their_nodes_with_moved_ranks_marked():
+    lines = view.seat_lines(job(), picture())
+    assert [line.split() for line in lines] == [
+        ["n0", "0", "ok"],
+        ["n1", "1'2", "ok"],
+        ["n2", "+", "spare"],
+    ]
+
+
+def test_a_lost_node_and_an_agent_that_is_away_are_told_apart():
+    nodes = {"n0": node("n0", alive=False), "n1": node("n1"), "n2": node("n2")}
+    lines = view.seat_lines(job(), picture(nodes=nodes, connected=["n2"]))
+    assert lines[0].endswith("lost")
+    assert lines[1].endswith("agent away")
+    assert "lost: n0" in view.status_lines(picture(nodes=nodes))
+
+
+def test_a_migration_shows_where_it_is_and_for_how_long():
+    migration = {"kind": "unplanned", "phase": "reform", "began_at": 99.5}
+    line = view.migration_line(migration, 100.0)
+    assert line == (
+        "unplanned migration: allocate > quiesce > [reform] > transfer > verify > resume  500 ms"
+    )
+    held = view.migration_line({**migration, "phase": "hold"}, 130.0)
+    assert held == "HOLD for 30.5 s"
+
+
+def test_a_large_cluster_is_cut_to_what_is_wrong():
+    names = [f"n{i}" for i in range(100)]
+    seats = [seat(i, name, 0, "empty" if i == 77 else "running") for i, name in enumerate(names)]
+    big = job(seats=seats, spares={"wanted": 0, "ready": 0, "standbys": []})
+    lines = view.seat_lines(
+        big, picture(nodes={name: node(name) for name in names}, connected=names)
+    )
+    assert len(lines) == view.NODES_SHOWN_MAX + 1
+    assert lines[0].split() == ["n77", "77", "empty"]
+    assert lines[-1] == "… and 76 more nodes, all well"
+
+
+def test_an_incident_is_a_story_with_reasons_and_the_pause_by_part():
+    cause = {"sign": "exit", "rank": 2, "node": "n1", "step": 7, "exit_code": -9, "detail": "a\nb"}
+    incident = {
+        "id": "i1",
+        "job": "train",
+        "opened_at": 10.0,
+        "closed_at": 10.4,
+        "outcome": "resumed",
+        "generation": 4,
+        "boundary": 6,
+        "causes": [cause],
+        "causes_count": 3,
+        "story": [[10.0, "allocate", "rank 2 died"], [10.1, "quiesce", "all unwound"]],
+        "seconds": {"resume": 0.1, "quiesce": 0.3},
+        "pause_seconds": 0.4,
+    }
+    lines = view.incident_lines(incident)
+    text = "\n".join(lines)
+    assert lines[0] == "i1  job train  resumed  after 400 ms"
+    assert "exit: rank 2 on n1, step 7, exit code -9" in text
+    assert "and 2 more" in text
+    assert "+0.100s  quiesce    all unwound" in text
+    pause = lines[lines.index("the pause by part") + 1 :]
+    assert [line.split()[0] for line in pause] == ["quiesce", "resume", "together"]
+    assert pause[0].count("#") == 30
+
+
+def test_nodes_say_who_uses_them():
+    standby = {"slot": 0, "job": "t", "rank": None, "standby": True, "fenced": False, "taint": None}
+    tainted = {**standby, "job": None, "standby": False, "taint": "flaky link"}
+    nodes = {"n0": node("n0"), "n1": node("n1", uses=[standby]), "n2": node("n2", uses=[tainted])}
+    text = "\n".join(view.node_lines(picture(nodes=nodes)))
+    assert "0:train/rank 0" in text
+    assert "0:t/standby" in text
+    assert "tainted(flaky link)" in text
+
+
+def test_a_frame_fits_its_screen_and_ends_with_the_newest_reason():
+    records = [
+        {"at": 1.0, "why": f"reason {n}", "phases": {"train": "quiesce"}, "node": None}
+        for n in range(50)
+    ]
+    lines = view.frame_lines(picture(), records, 20)
+    assert len(lines) <= 20
+    assert lines[-1].endswith("train[quiesce]  reason 49")
+
+
+def test_colour_takes_no_room_on_the_screen():
+    assert _cut(view.ansi("abcdef", "good"), 3) == "\x1b[32mabc\x1b[0m"
+    assert _cut("abc", 3) == "abc"
+
+
+def test_without_a_name_the_only_running_job_is_meant():
+    assert only_job(picture()) == "train"
+    over = {"old": job(id="old", over=True, since=1.0), "new": job(id="new", over=True, since=2.0)}
+    assert only_job(picture(jobs=over), over_too=True) == "new"
+    with pytest.raises(ConfigError, match="old, new"):
+        only_job(picture(jobs=over))
+
+
+def test_a_log_is_followed_to_its_last_line(tmp_path: Any):
+    path = tmp_path / "rank_0.log"
+    path.write_text("one\ntwo\nthr", encoding="utf-8")
+    assert list(tail(path, 0, lambda: True)) == ["one\n", "two\n", "thr\n"]
+    assert list(tail(path, 1, lambda: True)) == ["thr\n"]
+    assert list(tail(tmp_path / "none", 0, lambda: True)) == []

@@ -1,0 +1,158 @@
+"""The catalogue and its schedule: broad first, complete later, the same for the same seed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from keepstep.chaos import report
+from keepstep.chaos.campaign import Plan, Record
+from keepstep.chaos.faults import (
+    CATALOGUE,
+    Mix,
+    Outcome,
+    choose_cells,
+    matrix,
+    schedule,
+)
+from keepstep.chaos.inject import Injector
+from keepstep.chaos.proof import StepLogCheck, check_lines
+from keepstep.errors import ConfigError
+
+UNPLANNED = choose_cells(Mix.UNPLANNED, (), network=True)
+
+
+def test_the_same_seed_gives_the_same_faults():
+    assert schedule(UNPLANNED, 50, 3, 4) == schedule(UNPLANNED, 50, 3, 4)
+    assert schedule(UNPLANNED, 50, 3, 4) != schedule(UNPLANNED, 50, 4, 4)
+
+
+def test_a_longer_campaign_begins_like_the_shorter_one():
+    assert schedule(UNPLANNED, 80, 3, 4)[:20] == schedule(UNPLANNED, 20, 3, 4)
+
+
+def test_every_kind_comes_before_any_kind_comes_twice():
+    kinds = [fault.cell.kind for fault in schedule(UNPLANNED, 400, 5, 4)]
+    distinct = len(set(kinds))
+    assert len(set(kinds[:distinct])) == distinct
+
+
+def test_three_hundred_faults_hit_every_cell_at_least_twice():
+    struck = [fault.cell for fault in schedule(UNPLANNED, 300, 1, 4)]
+    counts = [c for windows in matrix(UNPLANNED, struck).values() for c in windows.values()]
+    assert min(counts) >= 2
+    assert sum(counts) == 300
+
+
+def test_every_cell_has_an_expected_outcome_and_a_way_to_strike(tmp_path):
+    injector = Injector(None, None, tmp_path, None)
+    for cell in CATALOGUE:
+        assert cell.expected is not Outcome.STUCK
+        assert cell.kind in injector._kinds, cell.name
+    assert len({cell.name for cell in CATALOGUE}) == len(CATALOGUE)
+
+
+def test_unplanned_faults_end_live_or_unnoticed():
+    assert {cell.expected for cell in UNPLANNED} == {Outcome.LIVE, Outcome.UNTOUCHED}
+    assert {c.expected for c in choose_cells(Mix.HOLD, (), network=True)} == {
+        Outcome.HELD,
+        Outcome.SAVED,
+    }
+    assert {c.expected for c in choose_cells(Mix.FALLBACK, (), network=True)} == {Outcome.FALLBACK}
+
+
+def test_aims_are_within_the_world_and_never_twice_at_one_rank():
+    for fault in schedule(UNPLANNED, 300, 9, 4):
+        assert 0 <= fault.rank < 4
+        assert fault.other in range(4)
+        assert fault.other != fault.rank
+        assert fault.rank == 0 or not fault.cell.kind.startswith("rank0")
+
+
+def test_without_namespaces_the_silent_kinds_are_left_out_or_refused_by_name():
+    cells = choose_cells(Mix.UNPLANNED, (), network=False)
+    assert not any(cell.needs_network for cell in cells)
+    with pytest.raises(ConfigError, match="run as root"):
+        choose_cells(Mix.UNPLANNED, ("silent_node",), network=False)
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="sigkill"):
+        choose_cells(Mix.UNPLANNED, ("sigkil",), network=True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"world": 5, "nodes": 4}, {"spares": 1}, {"faults": 0}, {"sabotage": "everything"}],
+)
+def test_a_plan_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ConfigError):
+        Plan(**wrong)
+
+
+# ---------------------------------------------------------------- the step log's proof
+
+
+def line(step, first, past):
+    return json.dumps({"step": step, "generation": 1, "samples": [first, past], "digest": "x"})
+
+
+def test_a_whole_step_log_is_sound():
+    check = check_lines([line(0, 0, 8), line(1, 8, 16), line(2, 16, 24)], 3)
+    assert check == StepLogCheck(3, 0, 0, 0, 0)
+    assert check.sound
+
+
+@pytest.mark.parametrize(
+    ("lines", "wrong"),
+    [
+        ([line(0, 0, 8), line(2, 16, 24)], "lost"),
+        ([line(0, 0, 8), line(1, 8, 16)], "lost"),
+        ([line(0, 0, 8), line(1, 8, 16), line(1, 8, 16), line(2, 16, 24)], "repeated"),
+        ([line(0, 0, 8), line(1, 9, 17), line(2, 17, 25)], "broken_ranges"),
+    ],
+)
+def test_a_missing_a_doubled_and_a_shifted_step_are_each_noticed(lines, wrong):
+    check = check_lines(lines, 3)
+    assert getattr(check, wrong) == 1
+    assert not check.sound
+
+
+def test_a_declared_fallback_may_make_steps_again():
+    lines = [line(0, 0, 8), line(1, 8, 16), json.dumps({"fallback_to": 1}), line(1, 8, 16)]
+    check = check_lines(lines, 2)
+    assert check.sound
+    assert check.fallbacks == 1
+
+
+# ---------------------------------------------------------------- the words at the end
+
+
+def record(number, outcome, pause, expected="live"):
+    return Record(
+        number,
+        "sigkill",
+        "forward",
+        1,
+        7,
+        expected,
+        outcome,
+        outcome == expected,
+        pause_seconds=pause,
+    )
+
+
+def test_the_last_line_counts_and_measures():
+    records = [record(n, "live", 0.1 * (n + 1)) for n in range(20)]
+    verdict = report.Verdict(True, StepLogCheck(100, 0, 0, 0, 0), (), 100)
+    assert report.last_line(records, verdict) == (
+        "20 faults, 20 as expected, 20 live, bit-exact yes, 0 committed steps lost, "
+        "pause p50 1.0 s p95 1.9 s"
+    )
+
+
+def test_a_bad_outcome_is_named_in_its_line():
+    text = report.fault_line(record(0, "stuck", None), 5)
+    assert text.startswith("BAD   1/5 sigkill/forward")
+    assert "stuck (expected live)" in text

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from keepstep.model import NodeId
+from keepstep.orchestrator.liveness import own_lateness, silent_nodes
+
+
+def heard(**at: float) -> dict[NodeId, float]:
+    return {NodeId(name): moment for name, moment in at.items()}
+
+
+def test_a_node_is_silent_only_after_its_time():
+    assert silent_nodes(heard(a=10.0, b=6.0), 13.5, 3.5) == ("b",)
+    assert silent_nodes(heard(a=10.0), 13.5, 3.5) == ()
+    assert silent_nodes(heard(a=10.0), 13.51, 3.5) == ("a",)
+
+
+def test_the_one_that_fell_silent_first_is_named_first():
+    assert silent_nodes(heard(a=2.0, b=1.0), 100.0, 3.5) == ("b", "a")
+
+
+def test_a_small_cluster_may_lose_all_its_nodes_at_once():
+    assert silent_nodes(heard(a=0.0, b=0.0), 4.0, 3.5) == ("a", "b")
+
+
+def test_if_most_fall_silent_at_once_we_suspect_ourselves_for_one_more_period():
+    most = heard(a=0.0, b=0.0, c=0.0, d=4.0)
+    assert silent_nodes(most, 4.0, 3.5) == ()
+    assert silent_nodes(most, 7.1, 3.5) == ("a", "b", "c")
+
+
+def test_a_lost_rack_of_a_large_cluster_is_no_doubt_of_ours():
+    cluster = {NodeId(f"n{i}"): 0.0 if i < 10 else 4.0 for i in range(100)}
+    assert len(silent_nodes(cluster, 4.0, 3.5)) == 10
+
+
+def test_ordinary_jitter_is_not_lateness_but_starvation_is():
+    assert own_lateness(10.0, 10.4, 0.5) == 0.0
+    assert own_lateness(10.0, 12.0, 0.5) == 2.0

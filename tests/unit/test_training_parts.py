@@ -1,0 +1,318 @@
+"""The parts of a session that need no peers: data place, private state, boundaries, step log."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from keepstep.errors import ConfigError, Permanent
+from keepstep.training import private, steplog
+from keepstep.training.boundary import Boundary
+from keepstep.training.loader import Cursor, count_samples
+from keepstep.training.registry import Registry, _decode, _encode, find_private
+
+
+class Loaded(Dataset[torch.Tensor]):
+    """Remembers what was loaded: a skip must not load."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.touched: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.touched.append(index)
+        return torch.tensor([index])
+
+
+def loader_of(size: int, batch: int) -> DataLoader[torch.Tensor]:
+    data = Loaded(size)
+    sampler: Any = DistributedSampler(data, 2, 1, shuffle=True, seed=3)
+    return DataLoader(data, batch, sampler=sampler)
+
+
+def drain(cursor: Cursor) -> list[list[int]]:
+    seen = []
+    while (group := cursor.peek()) is not None:
+        seen.append([int(v) for batch in group for v in batch])
+        cursor.advance()
+    return seen
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_cursor_that_seeks_goes_on_where_the_other_stood(
+    batch: int, accumulate: int, passes: int, data: st.DataObject
+) -> None:
+    whole = drain(Cursor(loader_of(24, batch), passes, accumulate))
+    at = data.draw(st.integers(0, len(whole)))
+    first = Cursor(loader_of(24, batch), passes, accumulate)
+    for _ in range(at):
+        first.peek()
+        first.advance()
+    second = Cursor(loader_of(24, batch), passes, accumulate)
+    second.seek(first.position())
+    assert drain(second) == whole[at:]
+
+
+def test_a_seek_loads_nothing_that_it_skips() -> None:
+    loader = loader_of(200, 4)
+    cursor = Cursor(loader, 1, None)
+    cursor.seek({"pass": 0, "index": 20, "samples": 80})
+    cursor.peek()
+    assert isinstance(loader.dataset, Loaded)
+    assert len(loader.dataset.touched) == 4
+
+
+def test_a_failed_step_gets_the_same_batches_again() -> None:
+    cursor = Cursor(loader_of(24, 4), 1, None)
+    first = cursor.peek()
+    assert cursor.peek() is first
+    cursor.advance()
+    assert cursor.peek() is not first
+
+
+def test_a_rehearsal_starts_no_worker_and_moves_nothing() -> None:
+    loader = DataLoader(Loaded(24), 4, num_workers=2)
+    cursor = Cursor(loader, 1, 2)
+    assert len(cursor.rehearsal()) == 2
+    assert cursor.position() == {"pass": 0, "index": 0, "samples": 0}
+
+
+def test_samples_are_counted_in_nested_batches() -> None:
+    x = torch.zeros(5, 2)
+    assert count_samples((x, x)) == count_samples({"a": x}) == count_samples(x) == 5
+
+
+def test_randomness_comes_back_exactly() -> None:
+    state = private.read_randomness()
+    first = (torch.rand(3).tolist(), random.random(), random.gauss(0, 1))
+    private.restore_randomness(state)
+    assert (torch.rand(3).tolist(), random.random(), random.gauss(0, 1)) == first
+
+
+def test_an_entry_survives_bytes_and_padding() -> None:
+    tensors = [("bn", torch.randn(3)), ("count", torch.tensor(7)), ("none", torch.zeros(0))]
+    payload = private.encode_entry(5, {"pass": 1, "index": 2, "samples": 3}, tensors)
+    entry = private.decode_entry(payload + bytes(100))
+    assert (entry.boundary, entry.loader["index"]) == (5, 2)
+    back = torch.empty(3)
+    private.fill_from_bytes(back, entry.tensors[0])
+    assert torch.equal(back, tensors[0][1])
+
+
+@given(st.integers(0, 200))
+def test_an_entry_cut_short_is_refused(length: int) -> None:
+    payload = private.encode_entry(5, {"pass": 0, "index": 0, "samples": 0}, [])
+    with pytest.raises(Permanent):
+        private.decode_entry(payload[:length])
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.integers() | st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(PLAIN)
+def test_plain_values_survive_json_exactly(value: Any) -> None:
+    assert repr(_decode(json.loads(json.dumps(_encode(value))))) == repr(value)
+
+
+def test_a_scheduler_keeps_its_container_types_when_it_moves() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def registry_at(epoch: int) -> tuple[Registry, Any]:
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+        scheduler.last_epoch = epoch
+        registry = Registry()
+        registry.add("scheduler", scheduler)
+        return registry, scheduler
+
+    source, _ = registry_at(3)
+    target, scheduler = registry_at(0)
+    target.load_plain(json.loads(json.dumps(source.plain())))
+    assert scheduler.last_epoch == 3
+    assert isinstance(scheduler.milestones, Counter)
+
+
+def test_what_cannot_be_moved_exactly_is_refused_with_the_fix() -> None:
+    registry = Registry()
+    with pytest.raises(ConfigError, match="save, restore"):
+        registry.add("thing", object())
+    registry.add("odd", (lambda: {"x": object()}, lambda _: None))
+    with pytest.raises(ConfigError, match="plain values"):
+        registry.plain()
+
+
+def test_a_joiner_gets_just_the_optimizer_state_that_its_sources_have() -> None:
+    def made(steps: int) -> tuple[Registry, torch.optim.Optimizer]:
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for _ in range(steps):
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        registry = Registry()
+        registry.add("model", net)
+        registry.add("optimizer", optimizer)
+        return registry, optimizer
+
+    fresh, warm = made(0)[0], made(2)[0]
+    joiner, optimizer = made(2)
+    joiner.conform(fresh.layout())
+    assert not optimizer.state
+    joiner.conform(warm.layout())
+    assert joiner.layout() == warm.layout()
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    one, two = Registry(), Registry()
+    one.add("model", nn.Linear(2, 2))
+    two.add("model", nn.Linear(2, 3))
+    with pytest.raises(ConfigError, match="same model"):
+        one.conform(two.layout())
+
+
+def test_tensors_that_differ_between_ranks_are_private() -> None:
+    rows = [[("w", "a"), ("bn", "x")], [("w", "a"), ("bn", "y")], [("w", "a"), ("bn", "x")]]
+    assert find_private(rows) == {"bn"}
+
+
+class Forward(nn.Module):
+    """BatchNorm, dropout, and a buffer of its own."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        out: torch.Tensor = nn.functional.dropout(self.norm(x), 0.5)
+        return out
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 2, 3, 5])
+def test_an_unwound_step_leaves_no_trace(steps_before: int) -> None:
+    torch.manual_seed(0)
+    net = Forward()
+    registry = Registry()
+    registry.add("model", net)
+    boundary = Boundary(registry)
+    for _ in range(steps_before):
+        boundary.begin()
+        net(torch.randn(4, 3))
+        boundary.grads_ready()
+        boundary.applied()
+    boundary.begin()
+    before = ({n: b.clone() for n, b in net.named_buffers()}, torch.get_rng_state())
+    net(torch.randn(4, 3))
+    assert boundary.unwind() is False
+    assert boundary.step == steps_before
+    assert all(torch.equal(b, before[0][n]) for n, b in net.named_buffers())
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_a_step_broken_after_its_update_is_whole_only_with_its_tail_done() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    registry = Registry()
+    for name, part in (("m", net), ("o", optimizer), ("s", scheduler)):
+        registry.add(name, part)
+    boundary = Boundary(registry)
+    for tail_done in (True, False):
+        boundary.begin()
+        boundary.grads_ready()
+        optimizer.step()
+        boundary.update_done()
+        if tail_done:
+            scheduler.step()
+        assert boundary.whole is tail_done
+        assert boundary.unwind() is tail_done
+    assert boundary.torn
+
+
+def record(step: int) -> steplog.StepRecord:
+    return steplog.StepRecord(step, 1, (step * 8, step * 8 + 8), f"d{step}")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_committed_step_has_one_line_across_a_change_of_writer(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    first = steplog.StepLog(path)
+    first.start_at(0)
+    other = steplog.StepLog(None)
+    for step in range(4):
+        first.remember(record(step))
+        other.remember(record(step))
+    first.commit(1, "head")
+    second = steplog.StepLog(path)
+    second.adopt(json.loads(json.dumps(other.records())))
+    second.commit(3, "")
+    assert [line["step"] for line in lines(path)] == [0, 1, 2, 3]
+    assert lines(path)[1]["head"] == "head"
+
+
+def test_a_line_cut_short_by_a_death_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    log = steplog.StepLog(path)
+    log.start_at(0)
+    for step in range(2):
+        log.remember(record(step))
+    log.commit(0, "")
+    with path.open("a") as file:
+        file.write('{"step": 1, "gen')
+    heir = steplog.StepLog(path)
+    heir.adopt(log.records())
+    heir.commit(1, "")
+    assert [line["step"] for line in lines(path)] == [0, 1]
+
+
+def test_a_retried_step_is_not_logged_twice(tmp_path: Path) -> None:
+    log = steplog.StepLog(tmp_path / "steps.jsonl")
+    log.start_at(0)
+    log.remember(record(0))
+    log.remember(record(1))
+    log.forget_after(1)
+    log.remember(record(1))
+    log.commit(1, "")
+    assert [line["step"] for line in lines(tmp_path / "steps.jsonl")] == [0, 1]
+
+
+def test_a_fallback_is_told_in_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    log = steplog.StepLog(path)
+    log.start_at(0)
+    for step in range(3):
+        log.remember(record(step))
+    log.commit(2, "")
+    again = steplog.StepLog(path)
+    again.start_at(1)
+    again.remember(record(1))
+    again.commit(1, "")
+    assert [line.get("step", line.get("fallback_to")) for line in lines(path)] == [0, 1, 2, 1, 1]
