@@ -3,11 +3,13 @@
     python -m bench.brain
 
 A cluster of 100,000 GPUs (12,500 nodes of 8) runs one job of 1,024 to 16,384 ranks. A worker dies;
-a quarter of the survivors are one step behind. The figure is the CPU of an incident's decisions,
-from the event that completes each phase to the encoded orders: fault -> Quiesce and Assign, last
-report -> Reform, last digest -> Resume. It is the best of seven incidents, since other programs on
-the machine only ever add to it; the table shows the median, the raw file all. The reports in between are in a column of their own, since
-they are spread over time and nodes. Memory is watched over 300 incidents.
+a quarter of the survivors are one step behind. The figure is the CPU of an incident's decisions
+(median of seven), from the event that completes each phase to the encoded orders: fault -> Quiesce
+and Assign, last report -> Reform, last digest -> Resume. The reports in between are in a column of
+their own, since they are spread over time and nodes. Memory is watched over 300 incidents.
+
+Run it on a quiet machine: neighbours that share caches and cores add to CPU time too. The best of
+the seven is shown beside the median for that reason; what must hold is the median.
 """
 
 from __future__ import annotations
@@ -161,7 +163,8 @@ def memory() -> dict[str, float]:
 
 
 def main() -> int:
-    print(f"{'ranks':>6} {'fault':>8} {'plan':>8} {'resume':>8} {'decisions':>10} {'reports':>9}")
+    heads = ("fault", "plan", "resume", "decisions", "best", "reports")
+    print(f"{'ranks':>6} " + " ".join(f"{head:>9}" for head in heads))
     raw: dict[str, list[dict[str, float]]] = {}
     median: dict[int, float] = {}
     best: dict[int, float] = {}
@@ -180,15 +183,15 @@ def main() -> int:
             }
             for c in costs
         ]
-        print(
-            f"{ranks:6} {middle.fault_ms:6.1f}ms {middle.plan_ms:6.1f}ms {middle.resume_ms:6.1f}ms "
-            f"{middle.decisions_ms:8.1f}ms {middle.reports_ms:7.1f}ms"
-        )
+        row = (middle.fault_ms, middle.plan_ms, middle.resume_ms)
+        row += (middle.decisions_ms, best[ranks], middle.reports_ms)
+        print(f"{ranks:6} " + " ".join(f"{ms:7.1f}ms" for ms in row), flush=True)
     held = memory()
-    # The best of each: a busy machine adds to both ends, and to the short one more by proportion.
-    growth = best[16384] / best[1024]
+    growth = median[16384] / median[1024]
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    good = best[16384] < LIMIT_MS and growth <= GROWTH_MAX and held["grew_bytes"] <= GREW_BYTES_MAX
+    good = (
+        median[16384] < LIMIT_MS and growth <= GROWTH_MAX and held["grew_bytes"] <= GREW_BYTES_MAX
+    )
     path = record.keep(
         "brain",
         {
@@ -203,7 +206,7 @@ def main() -> int:
     )
     print(f"raw: {path.name}; peak memory {peak_mb:.0f} MB")
     print(
-        f"16,384 ranks: {best[16384]:.1f} ms CPU from decision to orders (limit {LIMIT_MS:g}), "
+        f"16,384 ranks: {median[16384]:.1f} ms CPU from decision to orders (limit {LIMIT_MS:g}), "
         f"growth from 1,024 x{growth:.1f} (limit x{GROWTH_MAX:g}), "
         f"{held['grew_bytes'] / 2**20:.1f} MB more after {INCIDENTS} incidents: "
         f"{'holds' if good else 'DOES NOT HOLD'}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -32,11 +33,13 @@ def to_plain(value: object) -> Any:
     if kind is tuple or kind is list:
         items: Any = value
         return [item if type(item) in _AS_IS else to_plain(item) for item in items]
-    if kind in _NAMES or dataclasses.is_dataclass(kind):
-        plain = {}
-        for name in _NAMES.get(kind) or _field_names(kind):
-            item = getattr(value, name)
-            plain[name] = item if type(item) in _AS_IS else to_plain(item)
+    shape = _SHAPES.get(kind) or (_shape(kind) if dataclasses.is_dataclass(kind) else None)
+    if shape is not None:
+        names, values = shape
+        plain = dict(zip(names, values(value), strict=True))
+        for name, item in plain.items():
+            if type(item) not in _AS_IS:
+                plain[name] = to_plain(item)
         return plain
     if isinstance(value, bool | int | float | str):
         return value
@@ -47,8 +50,8 @@ def to_plain(value: object) -> Any:
 
 
 _AS_IS = frozenset({type(None), bool, int, float, str})
-_NAMES: dict[type, tuple[str, ...]] = {}
-"""The fields of the dataclasses seen so far."""
+_SHAPES: dict[Any, tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]] = {}
+"""Of the dataclasses seen so far: the names of their fields, and how to read them all at once."""
 
 
 def from_plain(kind: type[T], plain: object) -> T:
@@ -73,9 +76,15 @@ def loads(data: bytes | str) -> Any:
 _Reader = Callable[[object, str], Any]
 
 
-@functools.cache
-def _field_names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
+def _shape(kind: Any) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    names = tuple(field.name for field in dataclasses.fields(kind))
+    # attrgetter reads many fields in one call, but gives a bare value for one and refuses none.
+    read: Callable[[Any], tuple[Any, ...]] = (
+        operator.attrgetter(*names)
+        if len(names) > 1
+        else lambda value: tuple(getattr(value, name) for name in names)
+    )
+    return _SHAPES.setdefault(kind, (names, read))
 
 
 @functools.cache

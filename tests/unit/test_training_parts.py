@@ -19,8 +19,9 @@ from torch.utils.data.distributed import DistributedSampler
 from keepstep.errors import ConfigError, Permanent
 from keepstep.training import private, steplog
 from keepstep.training.boundary import Boundary
-from keepstep.training.loader import Cursor, count_samples
+from keepstep.training.loader import Cursor, count_samples, warm_up
 from keepstep.training.registry import Registry, _decode, _encode, find_private
+from keepstep.training.trouble import is_communication
 
 
 class Loaded(Dataset[torch.Tensor]):
@@ -316,3 +317,48 @@ def test_a_fallback_is_told_in_the_log(tmp_path: Path) -> None:
     again.remember(record(1))
     again.commit(1, "")
     assert [line.get("step", line.get("fallback_to")) for line in lines(path)] == [0, 1, 2, 1, 1]
+
+
+def test_a_survivor_that_receives_its_own_step_does_not_rewind_its_loader() -> None:
+    loader = loader_of(24, 4)
+    cursor = Cursor(loader, 1, None)
+    cursor.peek()
+    assert isinstance(loader.dataset, Loaded)
+    loaded = len(loader.dataset.touched)
+    cursor.seek(cursor.position_after())
+    assert cursor.index == 1
+    assert len(loader.dataset.touched) == loaded
+
+
+def test_opening_a_loader_in_mid_pass_draws_nothing_from_the_global_generator() -> None:
+    cursor = Cursor(loader_of(24, 4), 1, None)
+    cursor.seek({"pass": 0, "index": 2, "samples": 8})
+    before = torch.get_rng_state()
+    cursor.peek()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_warm_loader_workers_begin_at_any_place() -> None:
+    loader = DataLoader(Loaded(40), 4, num_workers=2)
+    expected = [batch.tolist() for batch in loader][3:]
+    cursor = Cursor(loader, 1, None)
+    cursor.warm = warm_up(loader)
+    cursor.seek({"pass": 0, "index": 3, "samples": 12})
+    got = []
+    while (group := cursor.peek()) is not None:
+        got.append(group[0].tolist())
+        cursor.advance()
+    assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Connection closed by peer"), True),
+        (torch.distributed.DistNetworkError("gone"), True),
+        (RuntimeError("shape mismatch"), False),
+        (KeyError("gloo"), False),
+    ],
+)
+def test_a_peers_death_is_nobodys_bug(error: BaseException, expected: bool) -> None:
+    assert is_communication(error) is expected

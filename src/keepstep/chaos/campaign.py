@@ -126,7 +126,7 @@ def run(plan: Plan) -> int:
     if not use_network:
         report.say(f"silent kinds are left out: {networks.available()}")
     run_dir = plan.run_dir or Path(tempfile.mkdtemp(prefix="keepstep-chaos-"))
-    with _until_told_to_leave(), contextlib.ExitStack() as stack:
+    with until_told_to_leave(), contextlib.ExitStack() as stack:
         network = stack.enter_context(Network()) if use_network else None
         campaign = Campaign(plan, run_dir, network)
         stack.callback(campaign.close)
@@ -144,7 +144,7 @@ def run(plan: Plan) -> int:
 
 
 @contextlib.contextmanager
-def _until_told_to_leave() -> Iterator[None]:
+def until_told_to_leave() -> Iterator[None]:
     """SIGTERM ends the campaign through its finally clauses: nothing is left behind."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
@@ -177,8 +177,13 @@ class Campaign:
         self._tainted: set[str] = set()
 
     def close(self) -> None:
-        self._sight.close()
-        self._cluster.stop()
+        """End every process. Safe to repeat; a second SIGTERM must not leave half of them."""
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            self._sight.close()
+            self._cluster.stop()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _new_node(self) -> NodePlan:
         name = f"n{self._made}"
@@ -242,8 +247,7 @@ class Campaign:
         except KeepstepError as error:
             trouble, steps = str(error), self._sight.steps.newest.finished
             report.say(f"the campaign ends here: {error}")
-        self._sight.close()
-        self._cluster.stop()
+        self.close()
         return self._prove(steps, trouble)
 
     def _steady(self, spares: int, *, whole: bool) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.chaos import proof
+from keepstep.chaos.campaign import until_told_to_leave
 from keepstep.chaos.sight import Sight
 from keepstep.cli import view, watch
 from keepstep.cli.cluster import LocalCluster, NodePlan, find_job
@@ -49,7 +50,9 @@ def run(asked: argparse.Namespace) -> int:
     run_dir = Path(tempfile.mkdtemp(prefix="keepstep-demo-"))
     keep = bool(asked.keep)
     try:
-        return _play(run_dir)
+        # SIGTERM too must end what was started here.
+        with until_told_to_leave():
+            return _play(run_dir)
     except KeepstepError:
         keep = True
         raise

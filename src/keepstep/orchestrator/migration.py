@@ -414,10 +414,13 @@ def _save(turn: Turn, job: Job) -> None:
 def _saved(turn: Turn, job: Job) -> None:
     migration, _ = _the(job)
     plan = migration.plan
-    if plan is not None and (problem := migration.reports[plan.writer].problem):
-        migration.excluded[plan.writer] = migration.excluded.get(plan.writer, 0) + 1
+    failed = [r for r in migration.reports.values() if r.problem] if plan is not None else []
+    if plan is not None and failed:
+        # A checkpoint is whole or nothing: any rank's trouble counts, the writer's also bars it.
+        if migration.reports[plan.writer].problem:
+            migration.excluded[plan.writer] = migration.excluded.get(plan.writer, 0) + 1
         migration.attempts += 1
-        turn.note(f"rank {plan.writer} could not save: {problem}", job)
+        turn.note(f"rank {failed[0].rank} could not save: {failed[0].problem}", job)
         if migration.attempts >= job.spec.policy.transfer_attempts_max:
             fall_back(turn, job, f"{migration.attempts} attempts to save failed")
         else:

@@ -48,7 +48,8 @@ def rescue(keeper: Keeper, save: wire.Save) -> None:
     path = Path(save.path)
     path.mkdir(parents=True, exist_ok=True)
     place = keeper.place
-    _write_entry(path, place.rank, keeper.entry_at(save.boundary))
+    if all(home.rank != place.rank for home in save.homes):
+        _write_entry(path, place.rank, keeper.entry_at(save.boundary))
     if place.rank != save.writer:
         return
     for home in save.homes:

@@ -26,6 +26,7 @@ from keepstep.errors import ConfigError, KeepstepError, Permanent
 from keepstep.model import Generation, JobId, Rank, Sign
 from keepstep.page import Page, page_path
 from keepstep.training.link import Link
+from keepstep.training.trouble import is_communication
 
 DETAIL_CHARACTERS_MAX = 64 * 1024
 SOCKET_SECONDS_MAX = 0.2
@@ -152,8 +153,9 @@ class LastWords:
             self.exit_code = INTERRUPTED_EXIT_CODE
             return Sign.EXIT, "interrupted"
         self.exit_code = 1
-        # Keepstep's own trouble is not the user's exception, and must not count as one.
+        # Keepstep's own trouble, or a peer's death, is not the user's exception.
         ours = isinstance(error, KeepstepError) and not isinstance(error, ConfigError)
+        ours = ours or is_communication(error)
         return (Sign.EXIT if ours else Sign.EXCEPTION), text
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from keepstep import failpoint, wire
 from keepstep.errors import NoHome, Transient
@@ -38,6 +37,7 @@ from keepstep.training.private import encode_entry
 from keepstep.training.registry import Registry, find_private
 from keepstep.training.seat import Place
 from keepstep.training.steplog import StepLog, StepRecord
+from keepstep.training.trouble import is_communication
 
 ORDER_SECONDS_MAX = 7 * 24 * 3600.0
 """The orchestrator's budgets end a wait, not this: training never stops because control does."""
@@ -299,12 +299,7 @@ class Keeper:
 
     def is_fault(self, error: BaseException) -> bool:
         """Is this a broken collective, or the user's own exception?"""
-        if isinstance(error, GroupsBroken | dist.DistError):
-            return True
-        if not isinstance(error, RuntimeError):
-            return False
-        text = str(error)
-        return self.inbox.pending or any(sign in text for sign in _COMMUNICATION_SIGNS)
+        return is_communication(error) or (isinstance(error, RuntimeError) and self.inbox.pending)
 
     def fault(self, error: BaseException) -> None:
         """A collective broke under us: say so, and do as the orders tell."""
@@ -398,14 +393,3 @@ class Keeper:
         if answer is None:
             raise Transient(f"nobody answered within {seconds_max:.0f} s", seconds_max)
         return answer.accepted, answer.why
-
-
-_COMMUNICATION_SIGNS = (
-    "gloo",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "NCCL",
-    "Socket closed",
-    "Application timeout caused pair closure",
-)

@@ -31,6 +31,8 @@ class Cursor:
         """Batches consumed in this pass."""
         self.samples = 0
         """Samples consumed by this rank in all passes."""
+        self.warm: WarmLoader | None = None
+        """Loader workers that a standby started ahead of time, for the first pass it enters."""
         self._iterator: Iterator[Any] | None = None
         self._current: list[Any] | None = None
 
@@ -66,13 +68,17 @@ class Cursor:
         }
 
     def seek(self, position: dict[str, int]) -> None:
-        """Go to a recorded place. Draws from the global generator: restore that afterwards."""
+        """Go to a recorded place. Nothing is loaded before the next peek."""
         if position == self.position() and self._iterator is not None:
+            return
+        if self._current is not None and position == self.position_after():
+            # A survivor that received the step it was in: its loader stands there already.
+            self.advance()
             return
         self.pass_number, self.index = position["pass"], position["index"]
         self.samples = position["samples"]
         self._current = None
-        self._iterator = self._open(self.index) if self.index else None
+        self._iterator = None
 
     def rehearsal(self) -> list[Any]:
         """Some batches of the right shape, for a joiner that warms up. No worker is started."""
@@ -101,12 +107,54 @@ class Cursor:
                 sampler.set_epoch(self.pass_number)
         if not skip:
             return iter(self.loader)
+        # A loader draws its workers' seed from the global generator when it is opened. That draw
+        # belongs to the start of a pass, where every rank made it; here it would be one too many.
+        randomness = torch.get_rng_state()
+        iterator = self._open_at(skip)
+        torch.set_rng_state(randomness)
+        return iterator
+
+    def _open_at(self, skip: int) -> Iterator[Any]:
+        warm, self.warm = self.warm, None
+        if warm is not None:
+            return warm.open(skip)
         loader = self.loader
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             return iter(_reopened(loader, skip))
         iterator = iter(loader)
         next(itertools.islice(iterator, skip, skip), None)
         return iterator
+
+
+class WarmLoader:
+    """A loader whose workers run already, idle, and can begin at any place of a pass.
+
+    Starting workers costs a fork each, most of a pause. They are the same for every place in the
+    data: indices come from the sampler, which stays with the training process.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._order = _Skipping((), 0)
+        self._source: Any = _sampler_of(loader)
+        self._loader = _reopened(loader, 0)
+        self._loader.__dict__[_sampler_name(loader)] = self._order
+        self._loader.__dict__["persistent_workers"] = True
+        # An empty pass: the workers start, and wait for the next one.
+        for _ in self._loader:
+            raise AssertionError("an empty order yields nothing")
+
+    def open(self, skip: int) -> Iterator[Any]:
+        self._order.inner, self._order.skip = self._source, skip
+        return iter(self._loader)
+
+
+def warm_up(loader: object) -> WarmLoader | None:
+    """Start a loader's workers ahead of time, where it has any."""
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+        return None
+    if isinstance(loader.dataset, IterableDataset) or loader.persistent_workers:
+        return None
+    return WarmLoader(loader)
 
 
 class _Skipping:
@@ -126,10 +174,17 @@ class _Skipping:
 def _reopened(loader: DataLoader[Any], skip: int) -> DataLoader[Any]:
     """A copy that begins `skip` batches later. DataLoader refuses assignment, its dict does not."""
     reopened = copy.copy(loader)
-    which = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    reopened.__dict__[which] = _Skipping(getattr(loader, which), skip)
+    reopened.__dict__[_sampler_name(loader)] = _Skipping(_sampler_of(loader), skip)
     reopened.__dict__["_iterator"] = None
     return reopened
+
+
+def _sampler_name(loader: DataLoader[Any]) -> str:
+    return "batch_sampler" if loader.batch_sampler is not None else "sampler"
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    return getattr(loader, _sampler_name(loader))
 
 
 def _samplers(loader: Iterable[Any]) -> list[Any]:

@@ -47,9 +47,16 @@ def move_state(keeper: Keeper, reform: wire.Reform) -> dict[str, str]:
                 received = _receive(keeper, move)
             elif keeper.place.rank in move.sources:
                 _send(keeper, move)
-        if len(waves) > 1:
-            side_barrier(keeper.groups)
+        if wave != waves[-1] and not _wave_is_verified(keeper, reform, received):
+            # The next wave would overwrite older state that may be the last that is whole.
+            break
     return received
+
+
+def _wave_is_verified(keeper: Keeper, reform: wire.Reform, received: dict[str, str]) -> bool:
+    """Every receiver of this wave holds what the holders agreed on. All ranks learn it."""
+    fine = not received or keeper.registry.shared_digest(received) == reform.digest
+    return all(row["fine"] for row in exchange_rows(keeper.groups, {"fine": fine}))
 
 
 def _send(keeper: Keeper, move: Move) -> None:

@@ -11,6 +11,7 @@ digest of what arrived equals the one that the holders agreed on.
 from __future__ import annotations
 
 import sys
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
@@ -95,6 +96,7 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
         timeout=timedelta(seconds=_STORE_SECONDS_MAX),
     )
     prefix = reform.membership.secret
+    finding = _Finding(keeper, reform)
     agree_on_groups(
         keeper.groups,
         dist.PrefixStore(f"{prefix}/{generation}/log", store),
@@ -103,7 +105,7 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     keeper.groups.reform(store, prefix, generation)
     keeper.report("Reformed", Phase.REFORM, wire.SeatReport(rank), generation)
     try:
-        payload = _find_private(keeper, reform)
+        payload = finding.result()
     except NoHome as error:
         keeper.report("Reform", Phase.VERIFY, wire.SeatReport(rank, problem=str(error)))
         return
@@ -126,6 +128,29 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     keeper.secret = reform.membership.secret
     seat = wire.SeatReport(rank, boundary=reform.boundary, intact=keeper.has_state, digest=digest)
     keeper.report("Reform", Phase.VERIFY, seat, generation)
+
+
+class _Finding:
+    """Looks for this rank's private entry while the groups are being re-formed."""
+
+    def __init__(self, keeper: Keeper, reform: wire.Reform) -> None:
+        self._payload: bytes | NoHome = NoHome("not found yet")
+        self._thread = threading.Thread(
+            target=self._find, args=(keeper, reform), name="keepstep-find", daemon=True
+        )
+        self._thread.start()
+
+    def _find(self, keeper: Keeper, reform: wire.Reform) -> None:
+        try:
+            self._payload = _find_private(keeper, reform)
+        except NoHome as error:
+            self._payload = error
+
+    def result(self) -> bytes:
+        self._thread.join()
+        if isinstance(self._payload, NoHome):
+            raise self._payload
+        return self._payload
 
 
 def _find_private(keeper: Keeper, reform: wire.Reform) -> bytes:

@@ -28,15 +28,16 @@ from keepstep.errors import ConfigError, Fenced
 from keepstep.training import checkpoint, standby
 from keepstep.training.groups import Groups
 from keepstep.training.keeper import Keeper
-from keepstep.training.loader import Cursor
+from keepstep.training.loader import Cursor, WarmLoader, warm_up
 from keepstep.training.seat import Place, Seat, read_place
 
 __all__ = ["Seat", "Session", "init_process_group", "session"]
 
 GROUP_SECONDS_MAX = 1800.0
 """torch's own default. A backstop only: a broken group is freed by its sockets, not by time."""
-REHEARSALS = 2
-"""DDP rebuilds its buckets after the first backward; a joiner needs the rebuilt layout."""
+REHEARSALS = 3
+"""DDP rebuilds its buckets after the first backward, with static_graph after the second; a joiner
+needs the rebuilt layout, or its collectives differ in size from its peers'."""
 COMPILE_SECONDS_MAX = 900.0
 
 _groups: Groups | None = None
@@ -101,6 +102,7 @@ class Session:
         self._optimizers_done = 0
         self._rehearsing = False
         self._rehearsed = False
+        self._warm: WarmLoader | None = None
         self._watches_compiler = False
         if keeper is not None:
             self._register(keeper)
@@ -125,6 +127,7 @@ class Session:
         if source is None:
             raise ConfigError("session.steps needs a loader")
         cursor = self._cursor = Cursor(source, passes, accumulate)
+        cursor.warm, self._warm = self._warm, None
         if self._keeper is not None:
             if not self._keeper.has_state and not self._rehearsed:
                 yield from self._rehearse(cursor, accumulate)
@@ -275,6 +278,7 @@ class Session:
 
     def rehearse_ahead(self) -> None:
         """A level-2 standby's rehearsal, with the step that build() returned."""
+        self._warm = warm_up(self.loader)
         if self._rehearse_step is None or self.loader is None:
             return
         batches = Cursor(self.loader, 1, getattr(self._rehearse_step, "accumulate", 1)).rehearsal()
@@ -369,5 +373,5 @@ def _park(place: Place, build: Callable[[Seat], dict[str, Any]]) -> Session:
     if made.get("loader") is not None:
         Cursor(made["loader"], 1, None).reseat(seated.rank, seated.world_size)
     session_ = Session(made, Keeper(seated, groups))
-    session_._rehearsed = rehearsal._rehearsed
+    session_._rehearsed, session_._warm = rehearsal._rehearsed, rehearsal._warm
     return session_

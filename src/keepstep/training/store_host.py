@@ -9,6 +9,8 @@ when the file is gone: then its room is gone, too.
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -24,6 +26,8 @@ def main() -> int:
     parser.add_argument("--port-file", type=Path, required=True)
     parser.add_argument("--address", default="127.0.0.1", help="for the log; all are listened on")
     told = parser.parse_args()
+    # Names are only for torch's log; do not let a slow name server hold up a rendezvous.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     port = host_store(told.address)
     fresh = told.port_file.with_name(told.port_file.name + ".new")
     fresh.write_text(f"{port}\n", encoding="utf-8")
@@ -40,18 +44,30 @@ _hosted: list[object] = []
 
 
 def host_store(address: str) -> int:
-    """Start the server in this process; returns its port."""
+    """Start the server in this process; returns its port.
+
+    torch's own listener takes IPv6 and IPv4, and looks up each client's name: one that came by
+    IPv4 has a mapped address that no hosts file knows, so the server waited 5 s for a name server
+    now and then, and every rank with it. Our listener is IPv4 where the address is.
+    """
     from torch.distributed import TCPStore
 
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("::" if ":" in address else "0.0.0.0", 0))
+    listener.listen(socket.SOMAXCONN)
+    port = int(listener.getsockname()[1])
     store = TCPStore(
         address,
-        0,
+        port,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_SECONDS_MAX),
+        master_listen_fd=listener.detach(),
     )
     _hosted.append(store)
-    return int(store.port)
+    return port
 
 
 def _is_mine(path: Path, inode: int) -> bool:
