@@ -7,12 +7,10 @@ keepstep lab simulate   the real brain under a virtual clock and a hostile netwo
 from __future__ import annotations
 
 import argparse
-import importlib
 import secrets
 from pathlib import Path
 
 from keepstep import sabotage
-from keepstep.errors import ConfigError
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -65,13 +63,17 @@ def run_chaos(asked: argparse.Namespace) -> int:
 def _add_simulate(inner: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     simulate = inner.add_parser("simulate", help="the real brain under a virtual clock")
     simulate.add_argument("--seeds", type=int, default=100, metavar="N", help="runs (default 100)")
-    simulate.add_argument("--seed", type=int, default=None, help="only this one, with its story")
+    simulate.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed")
     simulate.set_defaults(run=run_simulate)
 
 
 def run_simulate(asked: argparse.Namespace) -> int:
+    from keepstep.chaos import simulate
+
     try:
-        simulator = importlib.import_module("keepstep.chaos.simulate")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the simulator is not part of this install ({error.name})") from error
-    return int(simulator.main(asked))
+        summary = simulate.run_seeds(asked.first, asked.seeds)
+    except simulate.Violation as error:
+        print(error)
+        return 1
+    print("\n".join(summary.lines()))
+    return 0

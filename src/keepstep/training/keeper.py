@@ -64,6 +64,7 @@ class Keeper:
         self.mirror_stride = place.mirror_stride
         self.expected_collectives = 1
         self.resumed_report_due = False
+        self.finding: recovery.Finding | None = None
         self._drawn: torch.Tensor | None = None
         self._launched_at_update = 0
         self._warned: set[str] = set()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch.distributed as dist
 
 from keepstep import sabotage, wire
-from keepstep.errors import ConfigError, NoHome, Permanent
+from keepstep.errors import ConfigError, KeepstepError, NoHome, Permanent
 from keepstep.model import Phase, Rank
 from keepstep.page import Mark
 from keepstep.training import checkpoint
@@ -60,6 +60,10 @@ def obey(keeper: Keeper, order: wire.Order) -> bool:
 def _quiesce(keeper: Keeper, generation: int) -> None:
     keeper.groups.abort(generation)
     keeper.reach("quiesce")
+    if keeper.finding is not None:
+        # The cursor and the generators belong to one thread at a time.
+        keeper.finding.finish()
+        keeper.finding = None
     if keeper.boundary.unwind():
         assert keeper.cursor is not None, "a step has a cursor"
         keeper.cursor.advance()
@@ -96,7 +100,11 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
         timeout=timedelta(seconds=_STORE_SECONDS_MAX),
     )
     prefix = reform.membership.secret
-    finding = _Finding(keeper, reform)
+    receiving = any(move.target == place.rank for move in reform.moves)
+    if receiving:
+        keeper.boundary.torn = True
+        keeper.has_state = False
+    finding = keeper.finding = Finding(keeper, reform, receiving)
     agree_on_groups(
         keeper.groups,
         dist.PrefixStore(f"{prefix}/{generation}/log", store),
@@ -105,18 +113,12 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     keeper.groups.reform(store, prefix, generation)
     keeper.report("Reformed", Phase.REFORM, wire.SeatReport(rank), generation)
     try:
-        payload = finding.result()
+        payload = finding.payload()
     except NoHome as error:
         keeper.report("Reform", Phase.VERIFY, wire.SeatReport(rank, problem=str(error)))
         return
-    receiving = any(move.target == place.rank for move in reform.moves)
-    if receiving:
-        keeper.boundary.torn = True
-        keeper.has_state = False
     keeper.reach("transfer")
     received = move_state(keeper, reform)
-    if receiving:
-        take_private(keeper, payload, reform.boundary)
     keeper.mirror_stride = reform.membership.mirror_stride
     keeper.boundary.step = reform.boundary
     keeper.open_mirror(payload)
@@ -130,27 +132,50 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     keeper.report("Reform", Phase.VERIFY, seat, generation)
 
 
-class _Finding:
-    """Looks for this rank's private entry while the groups are being re-formed."""
+class Finding:
+    """Finds this rank's private entry, and a receiver takes it, while the groups are re-formed.
 
-    def __init__(self, keeper: Keeper, reform: wire.Reform) -> None:
-        self._payload: bytes | NoHome = NoHome("not found yet")
+    Private and shared state do not overlap, so the two need not wait for each other. The loader's
+    next batch, which takes longest, is fetched last and awaited only when training goes on.
+    """
+
+    def __init__(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
+        self._found = threading.Event()
+        self._outcome: bytes | Exception = NoHome("not found yet")
+        self._trouble: Exception | None = None
         self._thread = threading.Thread(
-            target=self._find, args=(keeper, reform), name="keepstep-find", daemon=True
+            target=self._run, args=(keeper, reform, receiving), name="keepstep-find", daemon=True
         )
         self._thread.start()
 
-    def _find(self, keeper: Keeper, reform: wire.Reform) -> None:
+    def _run(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
         try:
-            self._payload = _find_private(keeper, reform)
-        except NoHome as error:
-            self._payload = error
+            payload = _find_private(keeper, reform)
+            if receiving:
+                take_private(keeper, payload, reform.boundary)
+            self._outcome = payload
+        except (KeepstepError, OSError, RuntimeError) as error:
+            self._outcome = error
+            receiving = False
+        self._found.set()
+        try:
+            if receiving and keeper.cursor is not None:
+                # After the generators: a loader that begins a pass draws from them.
+                keeper.cursor.peek()
+        except (KeepstepError, OSError, RuntimeError) as error:
+            self._trouble = error
 
-    def result(self) -> bytes:
+    def payload(self) -> bytes:
+        self._found.wait()
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def finish(self) -> None:
+        """The data is at its place; what the loader raised is the user's to see."""
         self._thread.join()
-        if isinstance(self._payload, NoHome):
-            raise self._payload
-        return self._payload
+        if self._trouble is not None:
+            raise self._trouble
 
 
 def _find_private(keeper: Keeper, reform: wire.Reform) -> bytes:
@@ -186,6 +211,9 @@ def take_private(keeper: Keeper, payload: bytes, boundary: int) -> None:
 def _resume(keeper: Keeper, generation: int, resume: wire.Resume) -> None:
     assert keeper.has_state and keeper.boundary.step == resume.boundary, "verified state resumes"
     keeper.reach("resume")
+    if keeper.finding is not None:
+        keeper.finding.finish()
+        keeper.finding = None
     keeper.generation = generation
     keeper.page.set_generation(generation)
     if not sabotage.off("reset"):
