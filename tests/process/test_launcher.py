@@ -135,6 +135,7 @@ def test_a_killed_orchestrator_and_a_killed_agent_are_put_back_under_a_running_j
 ):
     launched = launch("--node", "n0", "job.py", "wait")
     until(lambda: (here / "started-1").exists(), "the workers")
+    until(lambda: launched.said().count("starts") == 2, "the workers' first lines")
     for program in ("keepstep.orchestrator", "keepstep.agent\0"):
         (pid,) = [
             pid

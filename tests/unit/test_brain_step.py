@@ -230,3 +230,23 @@ def test_the_view_tells_the_story():
     assert incident["outcome"] == "open"
     assert "exited with signal 9" in incident["story"][0][2]
     assert picture["nodes"]["n0"]["alive"] is True
+
+
+def test_what_stood_still_before_the_last_step_is_no_hang_after_it():
+    cluster = running()
+    job = next(iter(cluster.jobs.values()))
+    assert job.roster is not None
+    name, generation = job.spec.job, job.generation
+    for seat in job.roster.seats[1:]:
+        facts = (wire.StallFact(seat.rank, seat.incarnation, 30, 5),)
+        stalled = wire.Stalled(seat.node, name, generation, facts, 5.0)
+        assert not brain.step(cluster, stalled, 10.0).orders
+    first = job.roster.seats[0]
+    ended = wire.Observed(
+        first.node, name, Sign.FINISHED, first.rank, first.incarnation, generation, 60
+    )
+    brain.step(cluster, ended, 10.2)
+    for moment in (10.3, 10.8, 11.5):
+        brain.step(cluster, events.Tick(), moment)
+    assert job.migration is None
+    assert job.incident is None

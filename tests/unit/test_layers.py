@@ -356,7 +356,7 @@ SAMPLE = frozenset(
         ("keepstep.agent.run", "import keepstep"),
         ("keepstep.agent.run", "from keepstep import session"),
         ("keepstep.agent.run", "from keepstep.chaos import faults"),
-        ("keepstep.cli", "import keepstep.chaos.job"),
+        ("keepstep.cli", "import keepstep.chaos.workload"),
         ("keepstep.anything_new", "import keepstep.agent.run"),
     ],
 )

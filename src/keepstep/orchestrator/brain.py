@@ -217,6 +217,9 @@ def _finished(turn: Turn, job: Job, event: Observed) -> None:
     seat = job.roster.seats[event.rank]
     job.finished[event.rank] = event.incarnation
     job.step = max(job.step, event.step)
+    # Whoever has finished got through the last collective, and so did all the others: what they
+    # said before about standing still is not true any more.
+    job.broken_at, job.stalls, job.stalls_at = -1.0, {}, -1.0
     spares.release(turn.cluster, seat.node, seat.slot)
     turn.touched = True
     if len(job.finished) == len(job.roster.seats):
@@ -281,6 +284,9 @@ def _store_lost(turn: Turn, job: Job, event: Observed) -> None:
 
 
 def _stalled(turn: Turn, job: Job, event: Stalled) -> None:
+    if job.finished:
+        turn.ignore(f"stall on {event.node} ignored: {job.spec.job} has made its last step")
+        return
     if event.generation != job.generation or not _listens(job):
         turn.ignore(f"stall of generation {event.generation} ignored: {job.spec.job} moved on")
         return

@@ -17,8 +17,8 @@ EXCEPTION_SETTLE_SECONDS = 0.5
 """Ranks that raise at the same step do so within milliseconds: wait for the second one."""
 BROKEN_SECONDS_MAX = 2.0
 """How long a broken collective waits for a culprit before the groups are formed anew."""
-STALL_FRESH_SECONDS = 3.0
-"""A stall report older than this says nothing any more."""
+STALL_FRESH_SECONDS = 1.5
+"""A stall report older than this says nothing any more; agents repeat theirs every 0.5 s."""
 FENCE_SECONDS_MAX = 5.0
 """A kill that takes longer goes on without us: the new generation makes the old one harmless."""
 IDLE_REFORMS_MAX = 3
