@@ -45,6 +45,11 @@ def groups_of(store, rank, size, **more):
     return groups
 
 
+def formed(store, size):
+    """A rank that is ready must not tear the connections of one that is still connecting."""
+    store.barrier("formed", size)
+
+
 class Net(nn.Module):
     def __init__(self, unused):
         super().__init__()
@@ -198,6 +203,7 @@ def blocked_collective(store, rank, size):
 def blocked_construction(store, rank, size):
     """Rank 1 of the next generation never comes."""
     groups = groups_of(store, rank, size)
+    formed(store, size)
     if rank == 1:
         store.wait(["cancelled"], timedelta(seconds=30))
         return 0.0
@@ -223,6 +229,7 @@ def blocked_construction(store, rank, size):
 
 def broken_until_reform(store, rank, size):
     groups = groups_of(store, rank, size)
+    formed(store, size)
     tensor = torch.ones(1)
     groups.abort()
     groups.abort()
@@ -245,6 +252,7 @@ def broken_until_reform(store, rank, size):
 
 def late_abort(store, rank, size):
     groups = groups_of(store, rank, size)
+    formed(store, size)
     groups.abort(3)
     refused = False
     try:
@@ -292,6 +300,7 @@ def lazy_group(store, rank, size):
 def interrupted_new_group(store, rank, size):
     """Rank 0 is inside new_group when the generation ends; rank 1 has not come to it."""
     groups = groups_of(store, rank, size)
+    formed(store, size)
     if rank == 0:
 
         def abort():

@@ -1,4 +1,4 @@
-"""What a worker finds in its environment: torchrun's variables, and Keepstep's own. Pure.
+"""What a worker finds in its environment: torchrun's variables, and Keepstep's own.
 
 A script that runs under torchrun runs here unchanged. The store at MASTER_ADDR:MASTER_PORT is
 hosted by the node's store process and never by a rank, hence TORCHELASTIC_USE_AGENT_STORE.
@@ -6,12 +6,17 @@ hosted by the node's store process and never by a rank, hence TORCHELASTIC_USE_A
 
 from __future__ import annotations
 
+import fcntl
+import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.model import Generation, JobSpec, Seat
 from keepstep.wire import Membership
+
+_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +101,17 @@ def _of_any(around: Surroundings, slot: int) -> dict[str, str]:
         "KEEPSTEP_STATE_DIR": spec.state_directory,
         "KEEPSTEP_LEVEL": str(spec.standby_level),
     }
+
+
+def interface_of(address: str) -> str:
+    """The network interface that holds an IPv4 address; empty where none does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                held = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
+            except OSError:
+                continue  # An interface without an IPv4 address.
+            if socket.inet_ntoa(held) == address:
+                return name
+    return ""

@@ -20,6 +20,7 @@ from typing import Any
 
 from keepstep import wire
 from keepstep.agent import log
+from keepstep.agent.environment import interface_of
 from keepstep.agent.forks import Forks, preload_modules
 from keepstep.agent.links import Link, Links
 from keepstep.agent.orders import Hands, Orders
@@ -103,6 +104,10 @@ class Agent:
 
     async def run(self) -> None:
         self.room.open()
+        # Else Gloo goes by the host's name, which many a hosts file gives to the loopback.
+        interface = interface_of(self.config.address)
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self.workers.adopt()
         for worker in self.workers:
             job = self.room.jobs.get(worker.record.job)
