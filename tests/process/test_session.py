@@ -129,6 +129,32 @@ def test_a_group_made_inside_the_loop_is_there_for_the_joiner(tmp_path: Path, vi
     assert results(tmp_path) == bare(tmp_path / "bare", script)
 
 
+BY_HAND_BODY = """
+session = keepstep.session(model=model.module, optimizer=optimizer)
+for (x,) in session.steps(batches):
+    with session.attempt():
+        optimizer.zero_grad()
+        model.module(x).pow(2).mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        time.sleep(0.01)
+result()
+"""
+
+
+def test_gradients_that_are_reduced_by_hand_are_protected_as_well(tmp_path: Path) -> None:
+    script = loop(BY_HAND_BODY)
+    with SmallJob(tmp_path, script) as job:
+        job.wait_ready()
+        job.wait_step(1, 20)
+        job.kill(1)
+        assert job.end()["exit_code"] == 0
+        (incident,) = job.incidents()
+    assert incident["outcome"] == "resumed"
+    assert results(tmp_path) == bare(tmp_path / "bare", script)
+
+
 AWARE_BODY = """
 class Average:
     def __init__(self):

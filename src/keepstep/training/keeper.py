@@ -65,6 +65,8 @@ class Keeper:
         self.expected_collectives = 1
         self.resumed_report_due = False
         self.finding: recovery.Finding | None = None
+        self._recorded = -1
+        """The boundary whose entry this attempt has recorded."""
         self._drawn: torch.Tensor | None = None
         self._launched_at_update = 0
         self._warned: set[str] = set()
@@ -138,6 +140,7 @@ class Keeper:
             self.recover()
         if self.boundary.step in _COMPARE_AT:
             self._compare()
+        self._recorded = -1
         self.groups.reset_backward()
         self.groups.before_nth(self.expected_collectives, self._settle)
         self.boundary.begin()
@@ -154,9 +157,10 @@ class Keeper:
 
     def _record(self, payload: bytes) -> None:
         assert self.ring is not None, "memory is opened before the first step"
-        self.ring.put(self.boundary.step + 1, payload)
+        self._recorded = self.boundary.step + 1
+        self.ring.put(self._recorded, payload)
         if self._mirror is not None:
-            self._mirror.send(self.boundary.step + 1, payload)
+            self._mirror.send(self._recorded, payload)
 
     def _settle(self) -> None:
         if self._mirror is not None:
@@ -167,13 +171,17 @@ class Keeper:
         if self.boundary.updating:
             return
         launched = self.groups.launched_in_backward
-        if self._mirror is not None and self._mirror.enabled:
-            late = not self._mirror.settled
+        unseen = self._recorded != self.boundary.step + 1
+        if unseen:
+            # Gradients were reduced by hand, outside any backward pass: record it now.
+            self._before_gradients()
+        late = self._mirror is not None and self._mirror.enabled and not self._mirror.settled
+        if self._mirror is not None:
             self._mirror.finish()
-            if late:
-                # Fewer collectives than last time: my last one left before the neighbour's
-                # entry was safe. Every rank sees the same count, so all of them vote.
-                side_barrier(self.groups)
+        if unseen or late:
+            # My last gradient collective left before the neighbour's entry was safe, or there was
+            # none that proves anything. Every rank sees the same count, so all of them vote.
+            side_barrier(self.groups)
         if launched:
             self.expected_collectives = launched
         self.boundary.grads_ready()
