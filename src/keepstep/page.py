@@ -208,12 +208,16 @@ def mirror_path(room: Path, rank: int) -> Path:
 
 def find_entry(room: Path, rank: int, boundary: int) -> bytes | None:
     """A rank's private state at a boundary, wherever this node's room holds it."""
-    own = sorted(room.glob(f"seat-{rank}-*.ring"), key=lambda p: p.stat().st_mtime, reverse=True)
+    own = _quietly(lambda: _newest_first(room, f"seat-{rank}-*.ring")) or []
     for path in [*own, mirror_path(room, rank)]:
         payload = _quietly(lambda path=path: Ring(path).get(boundary))  # type: ignore[misc]
         if payload is not None:
             return payload
     return None
+
+
+def _newest_first(room: Path, pattern: str) -> list[Path]:
+    return sorted(room.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def _quietly(read: Callable[[], T | None]) -> T | None:

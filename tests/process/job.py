@@ -15,7 +15,7 @@ from keepstep.cli.cluster import LocalCluster, NodePlan
 from keepstep.model import JobId, JobSpec, Policy
 from keepstep.page import Page, Progress
 
-SECONDS_MAX = 60.0
+SECONDS_MAX = 150.0
 
 
 class SmallJob:

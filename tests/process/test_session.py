@@ -15,7 +15,7 @@ import pytest
 
 from tests.process.job import SmallJob
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
 ROOT = Path(__file__).resolve().parents[2]
 
 LOOP = """
@@ -68,7 +68,7 @@ def bare(directory: Path, script: str, world: int = 3) -> list[dict[str, Any]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={world}", "script.py"]
-    subprocess.run(command, cwd=directory, env=environment, check=True, timeout=120)
+    subprocess.run(command, cwd=directory, env=environment, check=True, timeout=300)
     return results(directory, world)
 
 

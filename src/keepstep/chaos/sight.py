@@ -97,7 +97,10 @@ class StepStream:
                 self._beats.append(beat)
 
     def _search(self) -> None:
-        found = set(self._rooms.glob(f"*/{self._job}/seat-*.page"))
+        try:
+            found = set(self._rooms.glob(f"*/{self._job}/seat-*.page"))
+        except FileNotFoundError:
+            return  # A node was lost, with its room, while we looked: look again.
         for path in self._pages.keys() - found:
             del self._pages[path]
         for path in found - self._pages.keys():
