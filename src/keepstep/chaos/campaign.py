@@ -131,7 +131,7 @@ def run(plan: Plan) -> int:
         campaign = Campaign(plan, run_dir, network)
         stack.callback(campaign.close)
         verdict = campaign.run(faults)
-    result = report.whole(plan, cells, campaign.records, verdict, run_dir)
+    result = report.whole(plan, cells, campaign.records, verdict)
     if plan.out is not None:
         report.write(plan.out, result)
         report.say(f"raw result: {plan.out}")

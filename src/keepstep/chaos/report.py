@@ -126,19 +126,19 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def whole(
-    plan: Plan, cells: Sequence[Cell], records: Sequence[Record], verdict: Verdict, run_dir: Path
+    plan: Plan, cells: Sequence[Cell], records: Sequence[Record], verdict: Verdict
 ) -> dict[str, Any]:
     """The raw result: enough to replay the campaign and to check its last line."""
     by_name = {cell.name: cell for cell in cells}
     struck = [by_name[f"{record.kind}/{record.window}"] for record in records]
-    options = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(plan).items()}
+    # Where a run kept its files says nothing to whoever reads its result elsewhere.
+    options = {k: v for k, v in asdict(plan).items() if not isinstance(v, Path)}
     return {
         "what": "keepstep lab chaos",
         "plan": options,
         "machine": machine(),
         "commit": commit(),
         "finished_at": time.time(),
-        "run_dir": str(run_dir),
         "matrix": matrix(cells, struck),
         "faults": [asdict(record) for record in records],
         "verdict": {
