@@ -60,6 +60,8 @@ class Keeper:
         self.callbacks: list[Callable[[int], None]] = []
         self.has_state = place.role == "worker"
         """A joiner holds nothing until it has received and verified."""
+        self.saved = checkpoint.newest(place) if self.has_state else None
+        """The checkpoint that a rerun goes on from."""
         self._mirror: Mirror | None = None
         self.mirror_stride = place.mirror_stride
         self.expected_collectives = 1
@@ -123,9 +125,8 @@ class Keeper:
             self.report("Assign", Phase.QUIESCE, wire.SeatReport(Rank(self.place.rank)))
             self.recover()
             return
-        found = checkpoint.newest(self.place)
-        if found is not None:
-            recovery.load_checkpoint(self, found)
+        if self.saved is not None:
+            recovery.load_checkpoint(self, self.saved)
         # Until the first comparison every buffer may be private.
         self.registry.private |= {name for name, _ in self.registry.buffers()}
         self.open_mirror(encode_entry(self.boundary.step, cursor.position(), self._private()))

@@ -129,7 +129,10 @@ class Session:
         cursor = self._cursor = Cursor(source, passes, accumulate)
         cursor.warm, self._warm = self._warm, None
         if self._keeper is not None:
-            if not self._keeper.has_state and not self._rehearsed:
+            # A rerun rehearses as well, all ranks together: its first step is not the job's
+            # first, so it needs DDP's rebuilt buckets, which decide the order of summation.
+            alone_or_anew = not self._keeper.has_state or self._keeper.saved is not None
+            if alone_or_anew and not self._rehearsed:
                 yield from self._rehearse(cursor, accumulate)
             self._keeper.start(cursor)
         while True:
