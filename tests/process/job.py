@@ -116,6 +116,13 @@ class SmallJob:
         os.kill(progress.pid, number)
         return progress.pid
 
+    def outlives_a_kill(self, rank: int, *, at_step: int) -> None:
+        """Kill a rank of the warm, running job; the job must end well all the same."""
+        self.wait_ready()
+        self.wait_step(rank, at_step)
+        self.kill(rank)
+        assert self.end()["exit_code"] == 0
+
     def end(self) -> dict[str, Any]:
         return self.cluster.wait("job", SECONDS_MAX)
 

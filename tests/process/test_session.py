@@ -83,10 +83,7 @@ def without_commits(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_killed_rank_is_replaced_and_nothing_differs(tmp_path: Path) -> None:
     script = loop(PLAIN_BODY)
     with SmallJob(tmp_path, script) as job:
-        job.wait_ready()
-        job.wait_step(1, 20)
-        job.kill(1)
-        assert job.end()["exit_code"] == 0
+        job.outlives_a_kill(1, at_step=20)
         (incident,) = job.incidents()
     assert incident["outcome"] == "resumed"
     expected = bare(tmp_path / "bare", script)
@@ -122,10 +119,7 @@ result(extra=extra.item())
 def test_a_group_made_inside_the_loop_is_there_for_the_joiner(tmp_path: Path, victim: int) -> None:
     script = loop(LAZY_BODY)
     with SmallJob(tmp_path, script) as job:
-        job.wait_ready()
-        job.wait_step(victim, 30)
-        job.kill(victim)
-        assert job.end()["exit_code"] == 0
+        job.outlives_a_kill(victim, at_step=30)
     assert results(tmp_path) == bare(tmp_path / "bare", script)
 
 
@@ -146,10 +140,7 @@ result()
 def test_gradients_that_are_reduced_by_hand_are_protected_as_well(tmp_path: Path) -> None:
     script = loop(BY_HAND_BODY)
     with SmallJob(tmp_path, script) as job:
-        job.wait_ready()
-        job.wait_step(1, 20)
-        job.kill(1)
-        assert job.end()["exit_code"] == 0
+        job.outlives_a_kill(1, at_step=20)
         (incident,) = job.incidents()
     assert incident["outcome"] == "resumed"
     assert results(tmp_path) == bare(tmp_path / "bare", script)
@@ -183,10 +174,7 @@ result(average=average.value.hex(), count=average.count)
 def test_the_users_own_save_and_restore_carry_state_to_the_joiner(tmp_path: Path) -> None:
     script = loop(AWARE_BODY)
     with SmallJob(tmp_path, script) as job:
-        job.wait_ready()
-        job.wait_step(2, 25)
-        job.kill(2)
-        assert job.end()["exit_code"] == 0
+        job.outlives_a_kill(2, at_step=25)
     assert results(tmp_path) == bare(tmp_path / "bare", script)
 
 

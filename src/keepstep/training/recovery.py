@@ -60,10 +60,7 @@ def obey(keeper: Keeper, order: wire.Order) -> bool:
 def _quiesce(keeper: Keeper, generation: int) -> None:
     keeper.groups.abort(generation)
     keeper.reach("quiesce")
-    if keeper.finding is not None:
-        # The cursor and the generators belong to one thread at a time.
-        keeper.finding.finish()
-        keeper.finding = None
+    _end_finding(keeper)
     if keeper.boundary.unwind():
         assert keeper.cursor is not None, "a step has a cursor"
         keeper.cursor.advance()
@@ -178,6 +175,13 @@ class Finding:
             raise self._trouble
 
 
+def _end_finding(keeper: Keeper) -> None:
+    """The cursor and the generators belong to one thread at a time: from here on to this one."""
+    if keeper.finding is not None:
+        keeper.finding.finish()
+        keeper.finding = None
+
+
 def _find_private(keeper: Keeper, reform: wire.Reform) -> bytes:
     """This rank's entry for the boundary: its own ring's, else from one of its homes."""
     place = keeper.place
@@ -211,9 +215,7 @@ def take_private(keeper: Keeper, payload: bytes, boundary: int) -> None:
 def _resume(keeper: Keeper, generation: int, resume: wire.Resume) -> None:
     assert keeper.has_state and keeper.boundary.step == resume.boundary, "verified state resumes"
     keeper.reach("resume")
-    if keeper.finding is not None:
-        keeper.finding.finish()
-        keeper.finding = None
+    _end_finding(keeper)
     keeper.generation = generation
     keeper.page.set_generation(generation)
     if not sabotage.off("reset"):
