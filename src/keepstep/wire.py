@@ -530,9 +530,11 @@ def _order_from_plain(body: object) -> Order:
     if not isinstance(body, dict) or not isinstance(body.get("action"), dict):
         raise WireError("Order: needs an action")
     action = body["action"]
-    if action.keys() != {"kind", "body"} or action["kind"] not in _ACTIONS:
-        raise WireError(f"Order.action: unknown action {action.get('kind')!r}")
-    done: Action = codec.from_plain(_ACTIONS[action["kind"]], action["body"])
+    name = action.get("kind")
+    kind = _ACTIONS.get(name) if isinstance(name, str) else None
+    if action.keys() != {"kind", "body"} or kind is None:
+        raise WireError(f"Order.action: unknown action {name!r}")
+    done: Action = codec.from_plain(kind, action["body"])
     header = codec.from_plain(_OrderHeader, {k: v for k, v in body.items() if k != "action"})
     return Order(header.term, header.generation, header.order_id, header.job, header.nodes, done)
 

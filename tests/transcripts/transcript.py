@@ -145,6 +145,9 @@ class Player:
     def do_silent(self, plain, options):
         return self.feed(events.NodeSilent(NodeId(plain[0])))
 
+    def do_vouched(self, plain, options):
+        return self.feed(events.NodeVouched(NodeId(plain[0])))
+
     def do_link(self, plain, options):
         return self.feed(events.LinkLost(NodeId(plain[0])))
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from keepstep.model import NodeId
-from keepstep.orchestrator.liveness import own_lateness, silent_nodes
+from keepstep.model import Generation, JobId, NodeId
+from keepstep.orchestrator.liveness import Witness, last_known, own_lateness, silent_nodes
+from keepstep.wire import JobPulse
 
 
 def heard(**at: float) -> dict[NodeId, float]:
@@ -36,3 +37,58 @@ def test_a_lost_rack_of_a_large_cluster_is_no_doubt_of_ours():
 def test_ordinary_jitter_is_not_lateness_but_starvation_is():
     assert own_lateness(10.0, 10.4, 0.5) == 0.0
     assert own_lateness(10.0, 12.0, 0.5) == 2.0
+
+
+QUIET = {NodeId("n1"): [JobId("train")]}
+
+
+def pulse(step: int, generation: int = 1, job: str = "train") -> JobPulse:
+    return JobPulse(JobId(job), Generation(generation), step, step - 1, 0.1)
+
+
+def test_steps_that_others_make_vouch_for_a_node_that_says_nothing():
+    witness = Witness()
+    witness.hear(pulse(10))
+    assert witness.vouches(QUIET) == ()
+    witness.hear(pulse(12))
+    assert witness.vouches(QUIET) == (), "two steps may have been under way when it died"
+    witness.hear(pulse(13))
+    assert witness.vouches(QUIET) == ("n1",)
+    assert witness.vouches(QUIET) == (), "each proof counts once"
+
+
+def test_steps_before_a_node_fell_quiet_prove_nothing():
+    witness = Witness()
+    witness.hear(pulse(10))
+    witness.hear(pulse(50))
+    assert witness.vouches(QUIET) == ()
+    assert witness.vouches({}) == ()
+    witness.hear(pulse(90))
+    assert witness.vouches(QUIET) == (), "it was heard in between: the count begins anew"
+
+
+def test_a_new_generation_may_do_without_the_node_that_says_nothing():
+    witness = Witness()
+    witness.hear(pulse(10))
+    witness.vouches(QUIET)
+    witness.hear(pulse(14, generation=2))
+    assert witness.vouches(QUIET) == ()
+    witness.hear(pulse(17, generation=2))
+    assert witness.vouches(QUIET) == ("n1",)
+
+
+def test_another_job_s_steps_prove_nothing():
+    witness = Witness()
+    witness.hear(pulse(10, job="other"))
+    witness.vouches(QUIET)
+    witness.hear(pulse(20, job="other"))
+    assert witness.vouches(QUIET) == ()
+    witness.forget_others([JobId("train")])
+    assert witness.progress == {}
+
+
+def test_a_job_s_steps_stand_in_for_an_agent_only_for_a_while():
+    assert last_known(10.0, None) == 10.0
+    assert last_known(10.0, 30.0) == 30.0
+    assert last_known(10.0, 500.0) == 70.0
+    assert last_known(10.0, 5.0) == 10.0

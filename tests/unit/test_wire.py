@@ -6,7 +6,7 @@ import json
 import typing
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keepstep import codec, wire
@@ -70,6 +70,7 @@ def test_no_bytes_crash_the_decoder(data: bytes) -> None:
         return
 
 
+@example({"action": {"kind": [], "body": None}})
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),

@@ -25,6 +25,7 @@ from keepstep.orchestrator.events import (
     Event,
     LinkLost,
     NodeSilent,
+    NodeVouched,
     StopAsked,
     Submitted,
     TermBegan,
@@ -115,6 +116,8 @@ def _dispatch(turn: Turn, event: Event) -> None:
             _stop_asked(turn, event)
         case NodeSilent():
             nodes.silent(turn, event.node)
+        case NodeVouched():
+            nodes.vouched(turn, event.node)
         case LinkLost():
             nodes.link_lost(turn, event.node)
         case TermBegan():

@@ -39,6 +39,13 @@ class NodeSilent:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeVouched:
+    """A node says nothing, but a job with ranks there makes steps: its ranks are well."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
 class LinkLost:
     """An agent's stream closed. Its node may be well: agents restart."""
 
@@ -67,6 +74,7 @@ Event = (
     | Submitted
     | StopAsked
     | NodeSilent
+    | NodeVouched
     | LinkLost
     | Tick
     | TermBegan
@@ -84,6 +92,7 @@ _KINDS: dict[str, type] = {
         Submitted,
         StopAsked,
         NodeSilent,
+        NodeVouched,
         LinkLost,
         Tick,
         TermBegan,

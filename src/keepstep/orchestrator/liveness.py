@@ -8,12 +8,68 @@ more period, in which a real loss of that size will still be there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from keepstep.model import NodeId
+from keepstep.model import Generation, JobId, NodeId
+from keepstep.wire import JobPulse
 
 MASS_NODES_MIN = 3
 """Fewer silent nodes than this are never put down to ourselves: small clusters lose two at once."""
+
+VOUCH_STEPS = 3
+"""So far ahead a rank gets only with contributions that all others made meanwhile: one step may
+have been under way, and the contribution to the next one sent."""
+UNWATCHED_SECONDS_MAX = 60.0
+"""How long ranks may train on a node whose agent is not heard: nobody there would see them fail."""
+
+Progress = tuple[Generation, int]
+
+
+@dataclass(slots=True)
+class Witness:
+    """What the steps of jobs say about nodes whose agents say nothing. Never stored."""
+
+    progress: dict[JobId, Progress] = field(default_factory=dict)
+    """The furthest that any node told of."""
+    _since: dict[NodeId, dict[JobId, Progress]] = field(default_factory=dict)
+    """How far the jobs of a quiet node were when it was last known to be well."""
+
+    def hear(self, pulse: JobPulse) -> None:
+        known = self.progress.get(pulse.job, (Generation(-1), -1))
+        self.progress[pulse.job] = max(known, (pulse.generation, pulse.step))
+
+    def forget_others(self, jobs: Iterable[JobId]) -> None:
+        """Only these jobs are still open."""
+        self.progress = {job: self.progress[job] for job in jobs if job in self.progress}
+
+    def vouches(self, quiet: Mapping[NodeId, Iterable[JobId]]) -> tuple[NodeId, ...]:
+        """Of the quiet nodes (and the jobs with ranks there), those that must still be training."""
+        self._since = {node: since for node, since in self._since.items() if node in quiet}
+        found = []
+        for node, jobs in quiet.items():
+            since = self._since.setdefault(node, {})
+            moved = [job for job in jobs if self._moved(since, job)]
+            since.update((job, self.progress[job]) for job in moved)
+            if moved:
+                found.append(node)
+        return tuple(found)
+
+    def _moved(self, since: dict[JobId, Progress], job: JobId) -> bool:
+        far = self.progress.get(job)
+        if far is None:
+            return False
+        generation, step = since.setdefault(job, far)
+        if far[0] != generation:
+            # A new generation may have been formed without that node: it proves nothing yet.
+            since[job] = far
+            return False
+        return far[1] >= step + VOUCH_STEPS
+
+
+def last_known(heard: float, vouched: float | None) -> float:
+    """When a node was last known to be well: by its own word, or for a while by a job's steps."""
+    return heard if vouched is None else max(heard, min(vouched, heard + UNWATCHED_SECONDS_MAX))
 
 
 def silent_nodes(

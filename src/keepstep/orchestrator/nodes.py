@@ -3,8 +3,9 @@ should be there.
 
 A closed stream is not a dead node: agents restart, and their workers train on. A node counts as
 lost when its heartbeats stop, when its stream stays closed too long, or when its stream is closed
-and other nodes have broken collectives. If most nodes fall silent at once, the brain suspects
-itself first.
+and other nodes have broken collectives. As long as a job with ranks there makes steps, it is only
+the agent that is missing, and a supervisor gets time to bring it back. If most nodes fall silent
+at once, the brain suspects itself first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from keepstep import sabotage
 from keepstep.model import JobId, NodeId, OrderId, Phase, Policy, Rank, Seat, Sign
 from keepstep.orchestrator import incidents, migration, orders, spares
+from keepstep.orchestrator.liveness import UNWATCHED_SECONDS_MAX
 from keepstep.orchestrator.state import (
     Cause,
     Job,
@@ -79,7 +81,8 @@ def _register(turn: Turn, event: Hello, state: NodeState | None) -> None:
     state.address, state.slots = event.address, event.slots
     state.peer_port, state.store_port = event.peer_port, event.store_port
     state.boot, state.serial = event.boot, serial
-    state.alive, state.linked, state.silent_at = True, True, -1.0
+    state.alive, state.linked = True, True
+    state.silent_at = state.vouched_at = -1.0
     state.labels = dict(event.labels)
     cluster.doubtful.pop(event.node, None)
     turn.touched = True
@@ -204,6 +207,16 @@ def silent(turn: Turn, node: NodeId) -> None:
     turn.note(f"node {node} fell silent")
 
 
+def vouched(turn: Turn, node: NodeId) -> None:
+    """A job makes steps, and it has ranks there: they are well. Give the agent time."""
+    state = turn.cluster.nodes.get(node)
+    if state is None or node not in turn.cluster.doubtful:
+        turn.ignore(f"vouching for {node} ignored: nobody doubts it")
+        return
+    state.vouched_at = turn.now
+    turn.note(f"node {node} says nothing, but its ranks make steps: only its agent is missing")
+
+
 def heard(turn: Turn, state: NodeState) -> None:
     """A message from a node that was taken for silent: it is not."""
     if state.silent_at >= 0:
@@ -237,14 +250,19 @@ def tick(turn: Turn) -> None:
 
 
 def _given_up(turn: Turn, state: NodeState) -> str:
-    if state.silent_at >= 0 and turn.now >= state.silent_at + SILENT_SETTLE_SECONDS:
-        return "its heartbeats stopped"
-    if state.linked:
-        return ""
     jobs = [turn.cluster.jobs[name] for name in sorted({u.job for u in state.uses.values()})]
     policies = [job.spec.policy for job in jobs if not job.state.over] or [Policy()]
+    silent_seconds_max = min(p.silent_seconds_max for p in policies)
+    vouched_for = (
+        0 <= state.vouched_at > turn.now - silent_seconds_max
+        and turn.now < turn.cluster.doubtful[state.node] + UNWATCHED_SECONDS_MAX
+    )
+    if state.silent_at >= 0 and turn.now >= state.silent_at + SILENT_SETTLE_SECONDS:
+        return "" if vouched_for else "its heartbeats stopped"
+    if state.linked:
+        return ""
     away = turn.now - state.unlinked_at
-    if away >= min(p.silent_seconds_max for p in policies):
+    if away >= silent_seconds_max and not vouched_for:
         return f"its stream is closed for {away:.1f} s"
     if away >= min(p.restart_grace_seconds for p in policies) and any(
         job.broken_at >= 0 for job in jobs
@@ -257,7 +275,8 @@ def lose(turn: Turn, node: NodeId, why: str) -> None:
     """A node and all on it are gone: per job one fault, whatever the number of ranks."""
     cluster = turn.cluster
     state = cluster.nodes[node]
-    state.alive, state.linked, state.silent_at = False, False, -1.0
+    state.alive, state.linked = False, False
+    state.silent_at = state.vouched_at = -1.0
     cluster.doubtful.pop(node, None)
     users = sorted(state.uses.items())
     state.uses = {}

@@ -32,7 +32,7 @@ from keepstep.errors import Deposed, Permanent, WireError
 from keepstep.model import JobId, NodeId, Term
 from keepstep.orchestrator import brain, events, state, view
 from keepstep.orchestrator.journal import Entry, Journal
-from keepstep.orchestrator.liveness import own_lateness, silent_nodes
+from keepstep.orchestrator.liveness import Witness, last_known, own_lateness, silent_nodes
 from keepstep.orchestrator.streams import AgentStream
 
 TICK_SECONDS_MIN = 0.02
@@ -70,6 +70,8 @@ class _Liveness:
 
     last_heard: dict[NodeId, float] = field(default_factory=dict)
     heartbeats: dict[NodeId, wire.Heartbeat] = field(default_factory=dict)
+    witness: Witness = field(default_factory=Witness)
+    vouched: dict[NodeId, float] = field(default_factory=dict)
 
 
 class Orchestrator:
@@ -294,6 +296,7 @@ class Orchestrator:
                 self._log("loop.late", seconds=round(late, 3), why="deadlines pushed back")
                 heard = self._alive.last_heard
                 self._alive.last_heard = {n: min(now, at + late) for n, at in heard.items()}
+            await self._hear_witnesses(now)
             await self._judge_silence(now)
             if now >= pulse_due:
                 pulse_due = now + self._config.pulse_seconds
@@ -326,9 +329,28 @@ class Orchestrator:
         # Not at once even if overdue: a budget that ran out must not make us spin.
         return min(max(due - self.now(), TICK_SECONDS_MIN), self._config.tick_busy_seconds)
 
+    async def _hear_witnesses(self, now: float) -> None:
+        """Ask the jobs' steps about the nodes that say nothing."""
+        alive, cluster = self._alive, self.cluster
+        missed = now - 2 * self._config.pulse_seconds
+        quiet = {node for node, heard in alive.last_heard.items() if heard < missed}
+        quiet |= cluster.doubtful.keys()
+        users = {
+            node: {u.job for u in cluster.nodes[node].uses.values() if u.rank >= 0 and not u.fenced}
+            for node in quiet & cluster.nodes.keys()
+        }
+        alive.witness.forget_others(cluster.open_jobs)
+        alive.vouched = {node: at for node, at in alive.vouched.items() if node in quiet}
+        for node in alive.witness.vouches(users):
+            alive.vouched[node] = now
+            if node in cluster.doubtful:
+                await self._inbox.put(_Waiting(events.NodeVouched(node)))
+
     async def _judge_silence(self, now: float) -> None:
         limit = self._silent_seconds_max()
-        for node in silent_nodes(self._alive.last_heard, now, limit):
+        vouched = self._alive.vouched
+        known = {n: last_known(at, vouched.get(n)) for n, at in self._alive.last_heard.items()}
+        for node in silent_nodes(known, now, limit):
             seconds = now - self._alive.last_heard.pop(node)
             self._alive.heartbeats.pop(node, None)
             self._log("node.silent", node=node, seconds=round(seconds, 3))
@@ -405,6 +427,8 @@ class Orchestrator:
         match message:
             case wire.Heartbeat():
                 self._alive.heartbeats[stream.node] = message
+                for pulse in message.jobs:
+                    self._alive.witness.hear(pulse)
             case (
                 wire.Observed()
                 | wire.Stalled()

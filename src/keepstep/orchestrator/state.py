@@ -70,6 +70,8 @@ class NodeState:
     unlinked_at: float = 0.0
     silent_at: float = -1.0
     """When the heartbeats stopped; -1 while they come."""
+    vouched_at: float = -1.0
+    """When a job's steps last proved its ranks well, while its agent was not heard; -1: never."""
     store_good: bool = True
     uses: dict[int, Occupant] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from keepstep.model import Generation, NodeId, Phase, Rank
 from keepstep.page import Mark, Page, Ring, page_path, ring_path
 from keepstep.training import checkpoint, recovery
 from keepstep.training.boundary import Boundary
+from keepstep.training.finding import Finding
 from keepstep.training.groups import Groups, GroupsBroken
 from keepstep.training.inbox import Inbox
 from keepstep.training.link import Link
@@ -66,7 +67,7 @@ class Keeper:
         self.mirror_stride = place.mirror_stride
         self.expected_collectives = 1
         self.resumed_report_due = False
-        self.finding: recovery.Finding | None = None
+        self.finding: Finding | None = None
         self._recorded = -1
         """The boundary whose entry this attempt has recorded."""
         self._drawn: torch.Tensor | None = None

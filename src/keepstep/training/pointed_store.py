@@ -3,16 +3,55 @@
 torch hands its default store to every group, mesh and barrier and never lets go of it. The host
 of the real store may die, and each generation has a prefix of its own, so torch gets this one.
 
+`connect` opens the real one. torch's own way of connecting repeats itself for seconds and hears
+nothing meanwhile, so a plain socket knocks first: a host that died must not hold up a recovery.
+
 Must never: cache a value, or answer from anywhere but where it points now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import TCPStore
+
+from keepstep.model import Endpoint
+from keepstep.training.inner import GroupsBroken
+
+_KNOCK_SECONDS_MAX = 1.0
+_KNOCK_AGAIN_SECONDS = 0.03
+
+
+def connect(
+    endpoint: Endpoint, seconds_max: float, overtaken: Callable[[], bool] = lambda: False
+) -> Store:
+    """The store at an endpoint. Raises GroupsBroken once overtaken, or if nobody is there.
+
+    `seconds_max` is for finding it and, later, for each answer of it.
+    """
+    deadline = time.monotonic() + seconds_max
+    while True:
+        if overtaken():
+            raise GroupsBroken("a newer order came while this one looked for its store")
+        try:
+            socket.create_connection((endpoint.host, endpoint.port), _KNOCK_SECONDS_MAX).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise GroupsBroken(f"no store at {endpoint.host}:{endpoint.port}") from error
+        time.sleep(_KNOCK_AGAIN_SECONDS)
+    return TCPStore(
+        endpoint.host,
+        endpoint.port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seconds_max),
+    )
 
 
 class PointedStore(Store):

@@ -11,21 +11,19 @@ digest of what arrived equals the one that the holders agreed on.
 from __future__ import annotations
 
 import sys
-import threading
-from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
 from keepstep import sabotage, wire
-from keepstep.errors import ConfigError, KeepstepError, NoHome, Permanent
+from keepstep.errors import ConfigError, NoHome
 from keepstep.model import Phase, Rank
 from keepstep.page import Mark
 from keepstep.training import checkpoint
+from keepstep.training.finding import Finding, take_private
 from keepstep.training.groups import reset_ddp
-from keepstep.training.mirror import fetch_from
 from keepstep.training.movement import agree_on_groups, move_state
-from keepstep.training.private import decode_entry, restore_randomness
+from keepstep.training.pointed_store import connect
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
@@ -88,14 +86,11 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     place = keeper.place
     rank = Rank(place.rank)
     keeper.reach("reform")
-    endpoint = reform.membership.store
-    store = dist.TCPStore(
-        endpoint.host,
-        endpoint.port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_STORE_SECONDS_MAX),
-    )
+
+    def overtaken() -> bool:
+        return keeper.inbox.generation != generation
+
+    store = connect(reform.membership.store, _STORE_SECONDS_MAX, overtaken)
     prefix = reform.membership.secret
     receiving = any(move.target == place.rank for move in reform.moves)
     if receiving:
@@ -105,7 +100,7 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     agree_on_groups(
         keeper.groups,
         dist.PrefixStore(f"{prefix}/{generation}/log", store),
-        lambda: keeper.inbox.generation != generation,
+        overtaken,
     )
     keeper.groups.reform(store, prefix, generation)
     keeper.report("Reformed", Phase.REFORM, wire.SeatReport(rank), generation)
@@ -129,87 +124,11 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     keeper.report("Reform", Phase.VERIFY, seat, generation)
 
 
-class Finding:
-    """Finds this rank's private entry, and a receiver takes it, while the groups are re-formed.
-
-    Private and shared state do not overlap, so the two need not wait for each other. The loader's
-    next batch, which takes longest, is fetched last and awaited only when training goes on.
-    """
-
-    def __init__(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
-        self._found = threading.Event()
-        self._outcome: bytes | Exception = NoHome("not found yet")
-        self._trouble: Exception | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(keeper, reform, receiving), name="keepstep-find", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
-        try:
-            payload = _find_private(keeper, reform)
-            if receiving:
-                take_private(keeper, payload, reform.boundary)
-            self._outcome = payload
-        except (KeepstepError, OSError, RuntimeError) as error:
-            self._outcome = error
-            receiving = False
-        self._found.set()
-        try:
-            if receiving and keeper.cursor is not None:
-                # After the generators: a loader that begins a pass draws from them.
-                keeper.cursor.peek()
-        except (KeepstepError, OSError, RuntimeError) as error:
-            self._trouble = error
-
-    def payload(self) -> bytes:
-        self._found.wait()
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
-
-    def finish(self) -> None:
-        """The data is at its place; what the loader raised is the user's to see."""
-        self._thread.join()
-        if self._trouble is not None:
-            raise self._trouble
-
-
 def _end_finding(keeper: Keeper) -> None:
     """The cursor and the generators belong to one thread at a time: from here on to this one."""
     if keeper.finding is not None:
         keeper.finding.finish()
         keeper.finding = None
-
-
-def _find_private(keeper: Keeper, reform: wire.Reform) -> bytes:
-    """This rank's entry for the boundary: its own ring's, else from one of its homes."""
-    place = keeper.place
-    payload = keeper.ring.get(reform.boundary) if keeper.ring is not None else None
-    if payload is not None:
-        return payload
-    nowhere = wire.Home(Rank(place.rank), ())
-    home = next((h for h in reform.homes if h.rank == place.rank), nowhere)
-    secret = reform.membership.secret
-    payload, why = fetch_from(place.room, home, place.job, reform.boundary, secret)
-    if payload is None:
-        raise NoHome(f"no private state of rank {place.rank} at {reform.boundary}: {why}")
-    return payload
-
-
-def take_private(keeper: Keeper, payload: bytes, boundary: int) -> None:
-    """Become what this seat was at the boundary: data, private tensors, generators last."""
-    entry = decode_entry(payload)
-    if entry.boundary != boundary:
-        raise Permanent(f"an entry of boundary {entry.boundary} came for {boundary}")
-    assert keeper.cursor is not None, "a joiner has a cursor"
-    for name, raw in zip(entry.names, entry.tensors, strict=True):
-        if not keeper.registry.restore_private(name, raw):
-            raise ConfigError(f"private state {name!r} has no place in this rank's registry")
-    if not sabotage.off("loader"):
-        keeper.cursor.seek(entry.loader)
-    if not sabotage.off("rng"):
-        restore_randomness(entry.randomness)
 
 
 def _resume(keeper: Keeper, generation: int, resume: wire.Resume) -> None:

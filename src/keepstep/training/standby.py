@@ -6,12 +6,11 @@ it writes into the environment, so that from then on it looks like any other wor
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch.distributed as dist
 
 from keepstep.errors import ConfigError
 from keepstep.training import entry
+from keepstep.training.pointed_store import connect
 from keepstep.training.seat import Place, read_place
 
 _STORE_SECONDS_MAX = 60.0
@@ -33,11 +32,5 @@ def empty_store() -> dist.Store:
 
 def job_store(place: Place) -> dist.Store:
     """The store of this generation, hosted outside the workers."""
-    store = dist.TCPStore(
-        place.store.host,
-        place.store.port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_STORE_SECONDS_MAX),
-    )
+    store = connect(place.store, _STORE_SECONDS_MAX)
     return dist.PrefixStore(f"{place.secret}/{place.generation}", store)

@@ -1,0 +1,98 @@
+"""A rank's private state: found and taken in by a thread while the groups are re-formed.
+
+Private and shared state do not overlap, so the two need not wait for each other. The loader's next
+batch, which takes longest, is fetched last and awaited only when training goes on.
+
+Must never: swallow what the user's code raises here. It is kept for the training thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from keepstep import sabotage, wire
+from keepstep.errors import ConfigError, NoHome, Permanent
+from keepstep.model import Rank
+from keepstep.training.mirror import fetch_from
+from keepstep.training.private import decode_entry, restore_randomness
+
+if TYPE_CHECKING:
+    from keepstep.training.keeper import Keeper
+
+
+class Finding:
+    """Finds this rank's private entry; a receiver takes it, and fetches its first batch."""
+
+    def __init__(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
+        self._found = threading.Event()
+        self._outcome: bytes | Exception = NoHome("not found yet")
+        self._trouble: Exception | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(keeper, reform, receiving), name="keepstep-find", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
+        try:
+            payload = _find_private(keeper, reform)
+            if receiving:
+                take_private(keeper, payload, reform.boundary)
+            self._outcome = payload
+        except Exception as error:
+            self._outcome = error
+            receiving = False
+        self._found.set()
+        try:
+            if receiving and keeper.cursor is not None:
+                # After the generators: a loader that begins a pass draws from them.
+                keeper.cursor.peek()
+        except Exception as error:
+            # Whatever the user's dataset raises is the training thread's to see.
+            self._trouble = error
+
+    def payload(self) -> bytes:
+        self._found.wait()
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def finish(self) -> None:
+        """The data is at its place; what the loader raised is the user's to see.
+
+        Never as it came: a RuntimeError might pass for a fault of the machine and be retried, and
+        a loader that failed once may have skipped a batch.
+        """
+        self._thread.join()
+        if self._trouble is not None:
+            raise Permanent("the loader failed as this rank took its seat") from self._trouble
+
+
+def _find_private(keeper: Keeper, reform: wire.Reform) -> bytes:
+    """This rank's entry for the boundary: its own ring's, else from one of its homes."""
+    place = keeper.place
+    payload = keeper.ring.get(reform.boundary) if keeper.ring is not None else None
+    if payload is not None:
+        return payload
+    nowhere = wire.Home(Rank(place.rank), ())
+    home = next((h for h in reform.homes if h.rank == place.rank), nowhere)
+    secret = reform.membership.secret
+    payload, why = fetch_from(place.room, home, place.job, reform.boundary, secret)
+    if payload is None:
+        raise NoHome(f"no private state of rank {place.rank} at {reform.boundary}: {why}")
+    return payload
+
+
+def take_private(keeper: Keeper, payload: bytes, boundary: int) -> None:
+    """Become what this seat was at the boundary: data, private tensors, generators last."""
+    entry = decode_entry(payload)
+    if entry.boundary != boundary:
+        raise Permanent(f"an entry of boundary {entry.boundary} came for {boundary}")
+    assert keeper.cursor is not None, "a joiner has a cursor"
+    for name, raw in zip(entry.names, entry.tensors, strict=True):
+        if not keeper.registry.restore_private(name, raw):
+            raise ConfigError(f"private state {name!r} has no place in this rank's registry")
+    if not sabotage.off("loader"):
+        keeper.cursor.seek(entry.loader)
+    if not sabotage.off("rng"):
+        restore_randomness(entry.randomness)
