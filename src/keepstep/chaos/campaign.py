@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -136,8 +137,14 @@ def run(plan: Plan) -> int:
         report.write(plan.out, result)
         report.say(f"raw result: {plan.out}")
     report.say(report.matrix_text(cells, [faults[r.number].cell for r in campaign.records]))
-    good = verdict.good and all(record.as_expected for record in campaign.records)
-    if not good:
+    bad = [record for record in campaign.records if not record.as_expected]
+    good = verdict.good and not bad
+    for record in bad:
+        # Once more, where a reader of a long log looks first.
+        report.one_line(record, plan.faults)
+    if good and plan.run_dir is None:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    elif not good:
         report.say(f"logs and journal are kept in {run_dir}")
     print(report.last_line(campaign.records, verdict), flush=True)
     return 0 if good and len(campaign.records) == plan.faults else 1

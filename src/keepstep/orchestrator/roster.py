@@ -52,11 +52,12 @@ def build(
 def mirror_stride(nodes: Sequence[NodeId]) -> int:
     """The smallest k that puts rank r and rank (r + k) mod N on different nodes, for all r.
 
-    Where none does (one node, or a node with most of the ranks), the k with fewest collisions.
+    Where none does (a node with most of the ranks), the k with fewest collisions; on one node
+    none at all: a copy there would go with the original.
     """
     size = len(nodes)
-    if size <= 1 or len(set(nodes)) == 1:
-        return 1
+    if len(set(nodes)) <= 1:
+        return 0
     own = list(nodes)
     best, fewest = 1, size + 1
     for stride in range(1, min(size, STRIDES_TRIED_MAX + 1)):
