@@ -306,13 +306,13 @@ class Orders:
         if known is None:
             log.warning("order.no_such_job", order=order.order_id, job=order.job)
             return
-        membership = order.action.membership if isinstance(order.action, wire.Reform) else None
-        new = self._note(order, known.spec, membership, forward=True)
+        # First to the workers, who wait for it; an agent that dies in between gets it again.
         for worker in hands.workers.seated(order.job):
             link = hands.links.find(worker.record.pid)
             if link is not None:
                 link.send(order)
-        if not new:
+        membership = order.action.membership if isinstance(order.action, wire.Reform) else None
+        if not self._note(order, known.spec, membership, forward=True):
             self._tell_reports(order.job)
 
     def _note(

@@ -211,6 +211,10 @@ class Workers:
         # As long as one of them lives the kernel gives the pid to nobody else; if somebody else
         # has it, the group is not ours.
         reading = process.probe(worker.record.pid)
+        # Its parent will tell as well, but a rank's death is news that should not wait for it.
+        code = process.exit_code(reading, worker.record.start)
+        if code is not None and not worker.exit_code.done():
+            worker.exit_code.set_result(code)
         if reading is None or reading.start == worker.record.start:
             with contextlib.suppress(OSError):
                 os.killpg(worker.record.pid, signal.SIGKILL)

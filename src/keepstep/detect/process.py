@@ -7,6 +7,7 @@ were compared.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +22,8 @@ class ProcessReading:
     """Ticks since boot: with the pid, the process's name for good."""
     state: str
     """The kernel's letter: R, S, D, T, t, Z, X."""
+    status: int = 0
+    """A zombie's wait status, if we may know it; 0 otherwise."""
 
 
 class Life(StrEnum):
@@ -40,7 +43,7 @@ def probe(pid: int) -> ProcessReading | None:
         return None
     # The command name is in parentheses and may hold spaces and parentheses itself.
     fields = raw[raw.rfind(")") + 2 :].split()
-    return ProcessReading(pid=pid, start=int(fields[19]), state=fields[0])
+    return ProcessReading(pid, int(fields[19]), fields[0], int(fields[49]))
 
 
 def judge(reading: ProcessReading | None, start: int) -> Life:
@@ -48,6 +51,16 @@ def judge(reading: ProcessReading | None, start: int) -> Life:
     if reading is None or reading.start != start or reading.state in ("Z", "X", "x"):
         return Life.GONE
     return Life.STOPPED if reading.state in ("T", "t") else Life.ALIVE
+
+
+def exit_code(reading: ProcessReading | None, start: int) -> int | None:
+    """How a process ended that its parent has not reaped yet; None where the kernel does not say.
+
+    Only a failure counts: zero is also what we read about a process that we may not inspect.
+    """
+    if reading is None or reading.start != start or reading.state != "Z" or not reading.status:
+        return None
+    return os.waitstatus_to_exitcode(reading.status)
 
 
 def life(pid: int, start: int) -> Life:

@@ -32,6 +32,7 @@ from keepstep.training.mirror import Mirror, payload_bytes_max
 from keepstep.training.movement import (
     SliceDigest,
     exchange_rows,
+    largest,
     side_barrier,
 )
 from keepstep.training.private import encode_entry
@@ -271,8 +272,7 @@ class Keeper:
     def open_mirror(self, payload: bytes) -> None:
         """Give this boundary's entry its two homes; the world agrees on the size of an entry."""
         place = self.place
-        rows = exchange_rows(self.groups, {"bytes": len(payload)})
-        capacity = payload_bytes_max(max(int(row["bytes"]) for row in rows))
+        capacity = payload_bytes_max(largest(self.groups, len(payload)))
         self.ring = Ring(
             ring_path(place.room, place.rank, place.incarnation), payload_bytes_max=capacity
         )

@@ -118,6 +118,15 @@ def exchange_rows(groups: Groups, row: object) -> list[Any]:
     return [json.loads(tensor_bytes(r[: int(n)])) for r, n in zip(rows, lengths, strict=True)]
 
 
+def largest(groups: Groups, number: int) -> int:
+    """The largest of the ranks' numbers, on every rank."""
+    agreed = torch.tensor([number])
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    groups.side.allreduce([agreed], options).wait()
+    return int(agreed)
+
+
 def side_barrier(groups: Groups) -> None:
     """Every rank has come to this point. Keepstep's own traffic, unseen by the user's groups."""
     groups.side.barrier().wait()
