@@ -155,6 +155,9 @@ class SeatReport:
     """Boundaries for which this rank holds its own private state."""
     state_bytes: int = 0
     step: int = -1
+    unsettled: bool = False
+    """True in the first step or two of a run: the engine has not laid out its buckets for good, so
+    no joiner could sum in the same order. No step is committed by then: start anew."""
     busy_seconds: float = 0.0
     """Above zero: not done yet, but declared busy for at most this long; budgets wait for it."""
     problem: str = ""

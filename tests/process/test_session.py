@@ -95,6 +95,58 @@ def test_a_killed_rank_is_replaced_and_nothing_differs(tmp_path: Path) -> None:
     assert [line["samples"] for line in lines] == [[12 * i, 12 * i + 12] for i in range(150)]
 
 
+EARLY_BODY = """
+import signal
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 1))
+# Small buckets: DDP lays them out anew after its first step, and with them the order of its sums.
+model = DistributedDataParallel(model, bucket_cap_mb=0.02)
+optimizer = torch.optim.AdamW(model.parameters())
+torch.manual_seed(100 + rank)
+batches = [(torch.randn(4, 64),) for i in range(40)]
+session = keepstep.session(model=model, optimizer=optimizer)
+
+def die(step, place):
+    if rank == 1 and not session.rehearsing and os.path.exists(f"die-{step}-{place}"):
+        os.unlink(f"die-{step}-{place}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+for (x,) in session.steps(batches):
+    with session.attempt():
+        step = session.step
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        die(step, "forward")
+        loss.backward()
+        die(step, "backward")
+        optimizer.step()
+        die(step, "optimizer")
+        time.sleep(0.01)
+result()
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "place"),
+    [(0, "backward"), (0, "optimizer"), (1, "forward"), (1, "optimizer"), (2, "forward")],
+)
+def test_a_rank_that_dies_in_the_first_steps_is_replaced_and_nothing_differs(
+    tmp_path: Path, step: int, place: str
+) -> None:
+    # Survivors that made no second step use DDP's first buckets still; a joiner must do as they.
+    script = loop(EARLY_BODY)
+    (tmp_path / f"die-{step}-{place}").touch()
+    with SmallJob(tmp_path, script) as job:
+        assert job.end()["exit_code"] == 0
+        (incident,) = job.incidents()
+    # Before any step is committed the job may as well start anew: nothing is lost by it.
+    assert incident["outcome"] in (("resumed", "restart") if step < 2 else ("resumed",))
+    lines = (tmp_path / "state/steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(40))
+    assert not (tmp_path / f"die-{step}-{place}").exists()
+    expected = bare(tmp_path / "bare", script)
+    assert without_commits(results(tmp_path)) == without_commits(expected)
+
+
 LAZY_BODY = """
 session = keepstep.session(model=model, optimizer=optimizer)
 pair = None

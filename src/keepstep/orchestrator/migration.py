@@ -295,6 +295,10 @@ def _plan(turn: Turn, job: Job) -> None:
         why = "some ranks had not reached their first step, so nothing is lost"
         fall_back(turn, job, why, outcome="restart")
         return
+    if planning.unsettled(migration):
+        why = "the run is in its first steps and none of them is committed, so nothing is lost"
+        fall_back(turn, job, why, outcome="restart")
+        return
     verdict = roster.judge(reports)
     if verdict.problem:
         fall_back(turn, job, verdict.why)

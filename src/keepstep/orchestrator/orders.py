@@ -84,13 +84,14 @@ def _tell_quiesce(turn: Turn, job: Job, migration: Migration, only: NodeId | Non
     )
     incident = job.incident
     why = incident.story[0].why if incident and incident.story else migration.purpose
-    turn.order(job, "quiesce", survivors, Quiesce(why))
     known = membership(turn.cluster, job)
+    # Joiners first: they have the longer way to the boundary.
     for rank in sorted(migration.fresh):
         seat = job.roster.seats[rank]
         if only is None or seat.node == only:
             name = f"assign/{rank}.{seat.incarnation}"
             turn.order(job, name, (seat.node,), Assign(job.spec, seat, known))
+    turn.order(job, "quiesce", survivors, Quiesce(why))
 
 
 def _tell_reform(turn: Turn, job: Job, migration: Migration, only: NodeId | None) -> None:

@@ -23,6 +23,11 @@ def unstarted(migration: Migration) -> bool:
     )
 
 
+def unsettled(migration: Migration) -> bool:
+    """Whether a survivor is so early in its run that no joiner could join it exactly."""
+    return any(report.unsettled for report in migration.reports.values())
+
+
 def reform(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:
     """Who sends what to whom, and where private state is fetched."""
     migration, now = job.migration, job.roster

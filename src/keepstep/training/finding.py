@@ -8,6 +8,7 @@ Must never: swallow what the user's code raises here. It is kept for the trainin
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ from keepstep.training.private import decode_entry, restore_randomness
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
+
+SWITCH_SECONDS = 0.0002
+"""Python's own 5 ms, times every chunk of a transfer, were half of a small state's pause."""
 
 
 class Finding:
@@ -34,6 +38,16 @@ class Finding:
         self._thread.start()
 
     def _run(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
+        # A sampler that shuffles holds the interpreter, and each chunk that lands would wait for
+        # its turn: let turns be short meanwhile.
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, SWITCH_SECONDS))
+        try:
+            self._find(keeper, reform, receiving)
+        finally:
+            sys.setswitchinterval(interval)
+
+    def _find(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
         try:
             payload = _find_private(keeper, reform)
             if receiving:

@@ -64,6 +64,15 @@ def reset_ddp(module: nn.Module) -> None:
         ddp.zero_grad(set_to_none=True)
 
 
+def settles_at(module: nn.Module) -> int:
+    """The first step in which the DDP modules inside use the buckets that they keep.
+
+    DDP lays them out anew after its first backward pass, with static_graph after its second. The
+    layout decides the order in which gradients are summed.
+    """
+    return max((2 if ddp.static_graph else 1 for ddp in _ddp_modules(module)), default=0)
+
+
 @dataclass
 class _Entry:
     """A logged group on this rank; `swap` and `group` are None where it is no member."""

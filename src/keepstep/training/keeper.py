@@ -24,7 +24,7 @@ from keepstep.page import Mark, Page, Ring, page_path, ring_path
 from keepstep.training import checkpoint, recovery
 from keepstep.training.boundary import Boundary
 from keepstep.training.finding import Finding
-from keepstep.training.groups import Groups, GroupsBroken
+from keepstep.training.groups import Groups, GroupsBroken, settles_at
 from keepstep.training.inbox import Inbox
 from keepstep.training.link import Link
 from keepstep.training.loader import Cursor
@@ -69,6 +69,9 @@ class Keeper:
         self.expected_collectives = 1
         self.resumed_report_due = False
         self.finding: Finding | None = None
+        self.unsettled = False
+        """In the first steps of a run, until DDP uses the buckets that it keeps."""
+        self._settles_at = 0
         self._recorded = -1
         """The boundary whose entry this attempt has recorded."""
         self._drawn: torch.Tensor | None = None
@@ -136,6 +139,15 @@ class Keeper:
         self.page.set_committed(self.boundary.step - 1)
         self.log.start_at(self.boundary.step)
         self.resumed_report_due = True
+        if self.starts_at_the_top:
+            modules = self.registry.modules.values()
+            self._settles_at = max((settles_at(module) for module in modules), default=0)
+            self.unsettled = self._settles_at > 0
+
+    @property
+    def starts_at_the_top(self) -> bool:
+        """This process makes the job's very first step, with DDP's very first buckets."""
+        return self.has_state and (self.saved is None or self.saved.boundary == 0)
 
     def begin(self) -> int:
         """Enter a step; joins a migration first if one waits."""
@@ -154,6 +166,8 @@ class Keeper:
         """The forward pass is through: the coming boundary's private state is known now."""
         if not self.boundary.in_attempt or self.cursor is None:
             return
+        if self.unsettled and self.boundary.step >= self._settles_at:
+            self.unsettled = False
         position = self.cursor.position_after()
         self._record(encode_entry(self.boundary.step + 1, position, self._private()))
         self._drawn = torch.get_rng_state()
@@ -237,7 +251,8 @@ class Keeper:
         return self.cursor.samples * world, self.cursor.position_after()["samples"] * world
 
     def _commit(self, step: int) -> None:
-        if step <= self.committed:
+        # An unsettled run starts anew after a fault: its steps are not for anybody to see yet.
+        if step <= self.committed or self.unsettled:
             return
         first = self.committed + 1
         self.committed = step
@@ -258,6 +273,7 @@ class Keeper:
                 raise
             self.fault(error)
             return False
+        self.unsettled = False
         self._commit(self.boundary.step - 1)
         self.page.mark(Mark.FINISHED, self.boundary.step)
         if self.place.rank == 0:

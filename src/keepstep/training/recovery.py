@@ -74,6 +74,7 @@ def _quiesce(keeper: Keeper, generation: int) -> None:
         digest=_vote_digest(keeper),
         entries=keeper.ring.boundaries() if keeper.ring is not None else (),
         state_bytes=keeper.registry.state_bytes(),
+        unsettled=keeper.unsettled,
     )
     keeper.report("Quiesce", Phase.QUIESCE, seat, generation)
 

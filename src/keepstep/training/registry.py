@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from keepstep.errors import ConfigError
-from keepstep.training.capsule import DigestCache, combine, digest
+from keepstep.training.capsule import DigestCache, byte_view, combine, digest
 from keepstep.training.private import fill_from_bytes, tensor_bytes
 
 
@@ -155,6 +156,16 @@ class Registry:
                 fill_from_bytes(tensor, raw)
                 return True
         return False
+
+    def own_pages(self) -> None:
+        """Make the memory of every tensor this process's own, page by page.
+
+        After a fork, parent and child share their pages until one of them writes. A standby whose
+        loader workers were forked would pay for that when state arrives: 1 GB took 1.1 s longer.
+        """
+        for _, tensor in self.tensors():
+            if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
+                byte_view(tensor)[:: mmap.PAGESIZE].add_(0)
 
     # ------------------------------------------------------------ plain values
 

@@ -29,6 +29,7 @@ from keepstep.training import checkpoint, standby
 from keepstep.training.groups import Groups
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, WarmLoader, warm_up
+from keepstep.training.registry import Registry
 from keepstep.training.seat import Place, Seat, read_place
 
 __all__ = ["Seat", "Session", "init_process_group", "session"]
@@ -131,8 +132,7 @@ class Session:
         if self._keeper is not None:
             # A rerun rehearses as well, all ranks together: its first step is not the job's
             # first, so it needs DDP's rebuilt buckets, which decide the order of summation.
-            alone_or_anew = not self._keeper.has_state or self._keeper.saved is not None
-            if alone_or_anew and not self._rehearsed:
+            if not self._keeper.starts_at_the_top and not self._rehearsed:
                 yield from self._rehearse(cursor, accumulate)
             self._keeper.start(cursor)
         while True:
@@ -368,6 +368,10 @@ def _park(place: Place, build: Callable[[Seat], dict[str, Any]]) -> Session:
     made = _call_build(build, place)
     rehearsal = Session(made, None)
     rehearsal.rehearse_ahead()
+    warm = Registry()
+    for name, part in rehearsal.parts.items():
+        warm.add(name, part)
+    warm.own_pages()
     seated = standby.park()
     groups.reseat(seated.rank)
     for part in made.values():
