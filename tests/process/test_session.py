@@ -147,6 +147,52 @@ def test_a_rank_that_dies_in_the_first_steps_is_replaced_and_nothing_differs(
     assert without_commits(results(tmp_path)) == without_commits(expected)
 
 
+AHEAD_BODY = """
+import signal
+session = keepstep.session(model=model, optimizer=optimizer)
+for (x,) in session.steps(batches):
+    with session.attempt():
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        if os.path.exists("part") and session.step >= 20 and not session.rehearsing:
+            # Rank 1 goes ahead; rank 0 waits for a word of rank 2, which dies instead.
+            if rank == 2:
+                os.unlink("part")
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 0:
+                dist.recv(torch.zeros(1), 2)
+        optimizer.step()
+        time.sleep(0.01)
+result()
+"""
+
+
+@pytest.mark.parametrize("window", ["reform", "transfer"])
+def test_who_lags_keeps_its_state_until_the_newer_one_lands(tmp_path: Path, window: str) -> None:
+    # Rank 1 alone is a step ahead, and the others are to receive from it: it dies before that.
+    script = loop(AHEAD_BODY)
+    failpoints = tmp_path / "failpoints"
+    failpoints.mkdir()
+    environment = {"KEEPSTEP_FAILPOINTS": str(failpoints)}
+    with SmallJob(
+        tmp_path,
+        script,
+        slots=(1, 1, 1, 1, 1),
+        ranks_per_node=1,
+        nodes=3,
+        spares=2,
+        environment=environment,
+    ) as job:
+        job.wait_ready(2)
+        (failpoints / f"rank-1-{window}").write_text("kill")
+        (tmp_path / "part").touch()
+        assert job.end()["exit_code"] == 0
+        (incident,) = job.incidents()
+    assert (failpoints / f"rank-1-{window}.hit").exists()
+    assert incident["outcome"] == "resumed"
+    assert without_commits(results(tmp_path)) == without_commits(bare(tmp_path / "bare", script))
+
+
 LAZY_BODY = """
 session = keepstep.session(model=model, optimizer=optimizer)
 pair = None

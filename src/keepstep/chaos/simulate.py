@@ -287,7 +287,12 @@ class Simulation(Faults):
     def _judge_fallback(self) -> None:
         """A fallback is right only if some state has no reachable home left."""
         why = next(line for line in reversed(self.story) if "fallback: " in line)
-        near = [a for a in self._agents.values() if a.up and not a.cut and a.linked]
+        # A node whose Hello is still on its way is nobody that the brain could have asked.
+        near = [
+            agent
+            for agent in self._agents.values()
+            if agent.up and not agent.cut and agent.linked and self.cluster.nodes[agent.node].alive
+        ]
         whole = [
             worker
             for agent in near

@@ -290,14 +290,8 @@ def _plan(turn: Turn, job: Job) -> None:
     if migration.gone:
         return
     reports = migration.reports
-    if not job.begun and planning.unstarted(migration):
-        # A rank that never reached a boundary: nobody can have committed a step.
-        why = "some ranks had not reached their first step, so nothing is lost"
-        fall_back(turn, job, why, outcome="restart")
-        return
-    if planning.unsettled(migration):
-        why = "the run is in its first steps and none of them is committed, so nothing is lost"
-        fall_back(turn, job, why, outcome="restart")
+    if too_early := planning.too_early(job, migration):
+        fall_back(turn, job, f"{too_early}, so nothing is lost", outcome="restart")
         return
     verdict = roster.judge(reports)
     if verdict.problem:

@@ -14,18 +14,14 @@ TAINT_SECONDS = 24 * 3600.0
 """Long enough for somebody to look at the device."""
 
 
-def unstarted(migration: Migration) -> bool:
-    """Whether some worker of the last start had not reached its first boundary."""
-    return any(
-        report.boundary < 0
-        for rank, report in migration.reports.items()
-        if rank not in migration.joined
-    )
-
-
-def unsettled(migration: Migration) -> bool:
-    """Whether a survivor is so early in its run that no joiner could join it exactly."""
-    return any(report.unsettled for report in migration.reports.values())
+def too_early(job: Job, migration: Migration) -> str:
+    """Why nobody can have committed a step yet, or the empty string if somebody may have."""
+    at_first = [r for rank, r in migration.reports.items() if rank not in migration.joined]
+    if not job.begun and any(report.boundary < 0 for report in at_first):
+        return "some ranks had not reached their first step"
+    if any(report.unsettled for report in migration.reports.values()):
+        return "the run is in its first steps and none of them is committed"
+    return ""
 
 
 def reform(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:

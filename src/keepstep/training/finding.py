@@ -85,7 +85,7 @@ class Finding:
 def _find_private(keeper: Keeper, reform: wire.Reform) -> bytes:
     """This rank's entry for the boundary: its own ring's, else from one of its homes."""
     place = keeper.place
-    payload = keeper.ring.get(reform.boundary) if keeper.ring is not None else None
+    payload = keeper.private_at(reform.boundary)
     if payload is not None:
         return payload
     nowhere = wire.Home(Rank(place.rank), ())

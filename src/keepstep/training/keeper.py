@@ -64,6 +64,7 @@ class Keeper:
         """A joiner holds nothing until it has received and verified."""
         self.saved = checkpoint.newest(place) if self.has_state else None
         """The checkpoint that a rerun goes on from."""
+        self._arrived: tuple[int, bytes] = (-1, b"")
         self._mirror: Mirror | None = None
         self.mirror_stride = place.mirror_stride
         self.expected_collectives = 1
@@ -134,7 +135,8 @@ class Keeper:
             recovery.load_checkpoint(self, self.saved)
         # Until the first comparison every buffer may be private.
         self.registry.private |= {name for name, _ in self.registry.buffers()}
-        self.open_mirror(encode_entry(self.boundary.step, cursor.position(), self._private()))
+        step = self.boundary.step
+        self.open_mirror(step, encode_entry(step, cursor.position(), self._private()))
         self.page.count_launches_from_here()
         self.page.set_committed(self.boundary.step - 1)
         self.log.start_at(self.boundary.step)
@@ -285,25 +287,44 @@ class Keeper:
     def _private(self) -> list[tuple[str, Any]]:
         return self.registry.private_tensors()
 
-    def open_mirror(self, payload: bytes) -> None:
-        """Give this boundary's entry its two homes; the world agrees on the size of an entry."""
+    def tear(self) -> None:
+        """State is about to land over what this rank holds: it is no source until verified."""
+        self.boundary.torn = True
+        self.has_state = False
+
+    def open_mirror(self, boundary: int, payload: bytes) -> None:
+        """Give a boundary's entry its two homes; the world agrees on the size of an entry."""
         place = self.place
         capacity = payload_bytes_max(largest(self.groups, len(payload)))
         self.ring = Ring(
             ring_path(place.room, place.rank, place.incarnation), payload_bytes_max=capacity
         )
-        self.ring.put(self.boundary.step, payload)
+        self.ring.put(boundary, payload)
         stride = self.mirror_stride if place.world_size > 1 else 0
         self._mirror = Mirror(self.groups.side, place.room, place.rank, place.world_size, stride)
         self._mirror.open(capacity)
-        self._mirror.send(self.boundary.step, payload)
+        self._mirror.send(boundary, payload)
         self._mirror.finish()
         # Nobody goes on before every entry has its second home.
         side_barrier(self.groups)
 
+    def arrive(self, boundary: int, payload: bytes) -> None:
+        """What was received is verified: this rank is whole, and a source, from here on."""
+        self.boundary.arrive(boundary)
+        self.has_state = True
+        self._arrived = (boundary, payload)
+
+    def private_at(self, boundary: int) -> bytes | None:
+        """This rank's own private state at a boundary, if it is still here."""
+        found = self.ring.get(boundary) if self.ring is not None else None
+        if found is None and self._arrived[0] == boundary:
+            # Received, and overtaken by another fault before the ring was made.
+            return self._arrived[1]
+        return found
+
     def entry_at(self, boundary: int) -> bytes:
-        """This rank's own private state at a boundary."""
-        payload = self.ring.get(boundary) if self.ring is not None else None
+        """The same for whoever cannot do without it."""
+        payload = self.private_at(boundary)
         if payload is None:
             raise NoHome(f"no private state of rank {self.place.rank} at {boundary}")
         return payload
@@ -319,8 +340,8 @@ class Keeper:
         self.registry.private |= found
         assert self.cursor is not None, "a step has a cursor"
         if fresh or self.boundary.step == _COMPARE_AT[0]:
-            payload = encode_entry(self.boundary.step, self.cursor.position(), self._private())
-            self.open_mirror(payload)
+            step = self.boundary.step
+            self.open_mirror(step, encode_entry(step, self.cursor.position(), self._private()))
 
     # ------------------------------------------------------------ faults
 

@@ -11,14 +11,14 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from keepstep import wire
+from keepstep import sabotage, wire
 from keepstep.model import Move
 from keepstep.training import transport
 from keepstep.training.capsule import digest
@@ -35,28 +35,29 @@ _AGREE_SECONDS_MAX = 10.0
 _AGREE_PATIENCE = timedelta(milliseconds=100)
 
 
-def move_state(keeper: Keeper, reform: wire.Reform) -> dict[str, str]:
+Check = Callable[[Mapping[str, str]], str]
+"""Digests what this rank holds, given the digests of what it received; see recovery."""
+
+
+def move_state(keeper: Keeper, reform: wire.Reform, check: Check) -> dict[str, str]:
     """This rank's part in all moves. Returns the digests of what it received, by name."""
     received: dict[str, str] = {}
     waves = sorted({move.wave for move in reform.moves})
     for wave in waves:
+        landed: dict[str, str] = {}
         for move in reform.moves:
             if move.wave != wave:
                 continue
             if move.target == keeper.place.rank:
-                received = _receive(keeper, move)
+                landed = received = _receive(keeper, move, reform.digest)
             elif keeper.place.rank in move.sources:
                 _send(keeper, move)
-        if wave != waves[-1] and not _wave_is_verified(keeper, reform, received):
-            # The next wave would overwrite older state that may be the last that is whole.
-            break
+        if wave != waves[-1]:
+            fine = not landed or check(landed) == reform.digest
+            if not all(row["fine"] for row in exchange_rows(keeper.groups, {"fine": fine})):
+                # The next wave would overwrite older state that may be the last that is whole.
+                break
     return received
-
-
-def _wave_is_verified(keeper: Keeper, reform: wire.Reform, received: dict[str, str]) -> bool:
-    """Every receiver of this wave holds what the holders agreed on. All ranks learn it."""
-    fine = not received or keeper.registry.shared_digest(received) == reform.digest
-    return all(row["fine"] for row in exchange_rows(keeper.groups, {"fine": fine}))
 
 
 def _send(keeper: Keeper, move: Move) -> None:
@@ -74,17 +75,32 @@ def _send(keeper: Keeper, move: Move) -> None:
     transport.send(side, tensors, move, keeper.place.rank)
 
 
-def _receive(keeper: Keeper, move: Move) -> dict[str, str]:
+def _receive(keeper: Keeper, move: Move, wanted: str) -> dict[str, str]:
     registry, side = keeper.registry, keeper.groups.side
     header = _receive_json(side, int(move.sources[0]))
     registry.private = set(header["private"])
     registry.conform([(n, d, s) for n, d, s in header["layout"]])
     shared = registry.shared()
-    digests = transport.receive(side, [t for _, t in shared], move, move.staged)
+    names = [name for name, _ in shared]
+    tensors = [tensor for _, tensor in shared]
+
+    def agreed(digests: list[str]) -> bool:
+        """Staged bytes replace an older whole state only if they are the right ones."""
+        found = registry.digest_of(zip(names, digests, strict=True), header["plain"])
+        right = found == wanted or sabotage.off("digest")
+        if right:
+            keeper.tear()
+        return right
+
+    if not move.staged:
+        keeper.tear()
+    digests = transport.receive(side, tensors, move, verify=agreed if move.staged else None)
+    received = dict(zip(names, digests, strict=True))
+    if keeper.has_state:
+        return received  # Staged bytes that were refused: the older state stands.
     registry.load_plain(header["plain"])
     keeper.log.adopt(header["records"])
     keeper.committed = int(header["committed"])
-    received = {name: value for (name, _), value in zip(shared, digests, strict=True)}
     registry.digests_received(received)
     return received
 

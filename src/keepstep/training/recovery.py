@@ -11,6 +11,7 @@ digest of what arrived equals the one that the holders agreed on.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
@@ -94,10 +95,10 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     store = connect(reform.membership.store, _STORE_SECONDS_MAX, overtaken)
     prefix = reform.membership.secret
     receiving = any(move.target == place.rank for move in reform.moves)
-    if receiving:
-        keeper.boundary.torn = True
-        keeper.has_state = False
-    finding = keeper.finding = Finding(keeper, reform, receiving)
+    # A joiner has nothing to lose. A survivor that lags behind keeps its older state, which may be
+    # needed after all, until the newer one begins to land.
+    joining = receiving and not keeper.has_state
+    finding = keeper.finding = Finding(keeper, reform, joining)
     agree_on_groups(
         keeper.groups,
         dist.PrefixStore(f"{prefix}/{generation}/log", store),
@@ -110,18 +111,26 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     except NoHome as error:
         keeper.report("Reform", Phase.VERIFY, wire.SeatReport(rank, problem=str(error)))
         return
+
+    def check(received: Mapping[str, str]) -> str:
+        """The digest of what this rank holds; what it received is whole if the digest is right."""
+        found = "unchecked" if sabotage.off("digest") else keeper.registry.shared_digest(received)
+        if received and found == reform.digest and not keeper.has_state:
+            if not joining:
+                take_private(keeper, payload, reform.boundary)
+            keeper.arrive(reform.boundary, payload)
+        return found
+
     keeper.reach("transfer")
-    received = move_state(keeper, reform)
+    received = move_state(keeper, reform, check)
     keeper.mirror_stride = reform.membership.mirror_stride
-    keeper.boundary.step = reform.boundary
-    keeper.open_mirror(payload)
     keeper.reach("verify")
-    digest = "unchecked" if sabotage.off("digest") else keeper.registry.shared_digest(received)
-    if receiving and digest == reform.digest:
-        keeper.boundary.arrive(reform.boundary)
-        keeper.has_state = True
+    # Before the mirrors are made anew: from here on the older boundary is not needed any more.
+    digest = check(received)
+    keeper.open_mirror(reform.boundary, payload)
     keeper.secret = reform.membership.secret
-    seat = wire.SeatReport(rank, boundary=reform.boundary, intact=keeper.has_state, digest=digest)
+    intact = keeper.has_state and keeper.boundary.step == reform.boundary
+    seat = wire.SeatReport(rank, boundary=reform.boundary, intact=intact, digest=digest)
     keeper.report("Reform", Phase.VERIFY, seat, generation)
 
 

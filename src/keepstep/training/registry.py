@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -250,7 +250,11 @@ class Registry:
     def shared_digest(self, received: Mapping[str, str] | None = None) -> str:
         """One digest over all shared state, plain values included."""
         named = [pair for pair in self.digests(received) if pair[0] not in self.private]
-        return combine([*named, ("plain", _plain_digest(self.plain()))])
+        return self.digest_of(named, self.plain())
+
+    def digest_of(self, named: Iterable[tuple[str, str]], plain: dict[str, Any]) -> str:
+        """The digest of shared state whose tensors have these digests."""
+        return combine([*named, ("plain", _plain_digest(plain))])
 
     def state_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for _, t in self.shared())
