@@ -316,6 +316,7 @@ class Campaign:
             strike = self._injector.strike(fault)
         except Missed as error:
             record.outcome, record.why = Outcome.STUCK.value, str(error)
+            self._ask_for_stacks(self._sight.job_now())
             self._injector.release()
             report.one_line(record, count)
             return

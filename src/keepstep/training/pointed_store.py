@@ -12,6 +12,7 @@ Must never: cache a value, or answer from anywhere but where it points now.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -45,13 +46,39 @@ def connect(
             if time.monotonic() > deadline:
                 raise GroupsBroken(f"no store at {endpoint.host}:{endpoint.port}") from error
         time.sleep(_KNOCK_AGAIN_SECONDS)
-    return TCPStore(
-        endpoint.host,
-        endpoint.port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=seconds_max),
-    )
+    return _opened(endpoint, seconds_max, overtaken)
+
+
+def _opened(endpoint: Endpoint, seconds_max: float, overtaken: Callable[[], bool]) -> Store:
+    """torch's client, made on a thread that is left behind when a newer order comes: a store that
+    dies between the knock and here would hold us for ten seconds."""
+    made: list[Store] = []
+    trouble: list[RuntimeError] = []
+    finished = threading.Event()
+
+    def work() -> None:
+        try:
+            made.append(
+                TCPStore(
+                    endpoint.host,
+                    endpoint.port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=seconds_max),
+                )
+            )
+        except RuntimeError as error:
+            trouble.append(error)
+        finally:
+            finished.set()
+
+    threading.Thread(target=work, name="keepstep-store", daemon=True).start()
+    while not finished.wait(_KNOCK_AGAIN_SECONDS):
+        if overtaken():
+            raise GroupsBroken("a newer order came while this one opened its store")
+    if trouble:
+        raise GroupsBroken(f"no store at {endpoint.host}:{endpoint.port}") from trouble[0]
+    return made[0]
 
 
 class PointedStore(Store):
