@@ -193,6 +193,48 @@ def test_who_lags_keeps_its_state_until_the_newer_one_lands(tmp_path: Path, wind
     assert without_commits(results(tmp_path)) == without_commits(bare(tmp_path / "bare", script))
 
 
+FLIP_BODY = """
+import signal
+session = keepstep.session(model=model, optimizer=optimizer)
+for (x,) in session.steps(batches):
+    if rank == 2 and os.path.exists("part-2") and not session.rehearsing:
+        os.unlink("part-2")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0 and os.path.exists("part-0") and not session.rehearsing:
+        until = time.monotonic() + 1.0
+        while os.path.exists("part-2") and time.monotonic() < until:
+            time.sleep(0.01)
+        if not os.path.exists("part-2"):
+            # Rank 2 is dead. One weight rots here while this rank is between two attempts, with
+            # the batches of the next one in its hands.
+            os.unlink("part-0")
+            next(model.parameters()).detach()[0, 0] += 1.0
+            time.sleep(1.0)
+    with session.attempt():
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        time.sleep(0.01)
+result()
+"""
+
+
+def test_a_survivor_that_receives_between_two_attempts_keeps_its_place_in_the_data(
+    tmp_path: Path,
+) -> None:
+    script = loop(FLIP_BODY)
+    with SmallJob(tmp_path, script, slots=(5,), ranks_per_node=4) as job:
+        job.wait_ready()
+        (tmp_path / "part-2").touch()
+        (tmp_path / "part-0").touch()
+        assert job.end()["exit_code"] == 0
+        (incident,) = job.incidents()
+    assert not (tmp_path / "part-0").exists()
+    assert incident["outcome"] == "resumed"
+    expected = bare(tmp_path / "bare", script, world=4)
+    assert without_commits(results(tmp_path, 4)) == without_commits(expected)
+
+
 LAZY_BODY = """
 session = keepstep.session(model=model, optimizer=optimizer)
 pair = None

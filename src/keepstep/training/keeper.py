@@ -170,6 +170,7 @@ class Keeper:
             return
         if self.unsettled and self.boundary.step >= self._settles_at:
             self.unsettled = False
+        assert self.cursor.has_batches, "a step has batches, and its entry says which come next"
         position = self.cursor.position_after()
         self._record(encode_entry(self.boundary.step + 1, position, self._private()))
         self._drawn = torch.get_rng_state()

@@ -48,6 +48,11 @@ class Cursor:
                 self.pass_number, self.index, self._iterator = self.pass_number + 1, 0, None
         return self._current
 
+    @property
+    def has_batches(self) -> bool:
+        """Whether the current step's batches were fetched."""
+        return self._current is not None
+
     def advance(self) -> None:
         """The step that used the current batches is in; go on to the next ones."""
         assert self._current is not None, "there is no step to leave"

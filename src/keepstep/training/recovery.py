@@ -117,7 +117,10 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
         found = "unchecked" if sabotage.off("digest") else keeper.registry.shared_digest(received)
         if received and found == reform.digest and not keeper.has_state:
             if not joining:
-                take_private(keeper, payload, reform.boundary)
+                _end_finding(keeper)
+                # The batches too: the loop's body may hold them already and not ask again.
+                keeper.finding = Finding(keeper, reform, receiving=True)
+                keeper.finding.payload()
             keeper.arrive(reform.boundary, payload)
         return found
 
