@@ -80,14 +80,19 @@ def without_commits(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k != "commits"} for r in found]
 
 
+def check_as_bare(directory: Path, script: str, world: int = 3) -> None:
+    """Commits aside, of which a joiner hears only the later ones, nothing differs on any rank."""
+    expected = bare(directory / "bare", script, world)
+    assert without_commits(results(directory, world)) == without_commits(expected)
+
+
 def test_a_killed_rank_is_replaced_and_nothing_differs(tmp_path: Path) -> None:
     script = loop(PLAIN_BODY)
     with SmallJob(tmp_path, script) as job:
         job.outlives_a_kill(1, at_step=20)
         (incident,) = job.incidents()
     assert incident["outcome"] == "resumed"
-    expected = bare(tmp_path / "bare", script)
-    assert without_commits(results(tmp_path)) == without_commits(expected)
+    check_as_bare(tmp_path, script)
     # Every step is committed once on a survivor; a joiner hears of those after it joined.
     assert results(tmp_path)[0]["commits"] == list(range(150))
     lines = [json.loads(s) for s in (tmp_path / "state/steps.jsonl").read_text().splitlines()]
@@ -143,8 +148,7 @@ def test_a_rank_that_dies_in_the_first_steps_is_replaced_and_nothing_differs(
     lines = (tmp_path / "state/steps.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(40))
     assert not (tmp_path / f"die-{step}-{place}").exists()
-    expected = bare(tmp_path / "bare", script)
-    assert without_commits(results(tmp_path)) == without_commits(expected)
+    check_as_bare(tmp_path, script)
 
 
 AHEAD_BODY = """
@@ -190,7 +194,7 @@ def test_who_lags_keeps_its_state_until_the_newer_one_lands(tmp_path: Path, wind
         (incident,) = job.incidents()
     assert (failpoints / f"rank-1-{window}.hit").exists()
     assert incident["outcome"] == "resumed"
-    assert without_commits(results(tmp_path)) == without_commits(bare(tmp_path / "bare", script))
+    check_as_bare(tmp_path, script)
 
 
 FLIP_BODY = """
@@ -233,8 +237,7 @@ def test_a_survivor_that_receives_between_two_attempts_keeps_its_place_in_the_da
         (incident,) = job.incidents()
     assert not (tmp_path / "part-0").exists()
     assert incident["outcome"] == "resumed"
-    expected = bare(tmp_path / "bare", script, world=4)
-    assert without_commits(results(tmp_path, 4)) == without_commits(expected)
+    check_as_bare(tmp_path, script, world=4)
 
 
 LAZY_BODY = """
@@ -357,8 +360,7 @@ def test_a_stopped_rank_is_found_and_replaced(tmp_path: Path) -> None:
         (incident,) = job.incidents()
         assert not Path(f"/proc/{pid}").exists()
     assert incident["outcome"] == "resumed"
-    expected = bare(tmp_path / "bare", script)
-    assert without_commits(results(tmp_path)) == without_commits(expected)
+    check_as_bare(tmp_path, script)
 
 
 BUSY_BODY = """
