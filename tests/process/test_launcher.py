@@ -52,17 +52,36 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def marked_processes(run_dir: Path) -> list[int]:
-    """Whatever still has this run's rooms in its environment or command line."""
-    found = []
+def marked_processes(run_dir: Path) -> dict[int, str]:
+    """Whatever still has this run's rooms in its environment or command line, which is the value.
+
+    One look per process, environment and command line together: helpers come and go.
+    """
+    marks = [str(rooms_directory(run_dir)).encode(), str(run_dir).encode()]
+    found = {}
     for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
         try:
-            text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            command = (entry / "cmdline").read_bytes()
+            text = (entry / "environ").read_bytes() + command
         except OSError:
             continue
-        if str(rooms_directory(run_dir)).encode() in text or str(run_dir).encode() in text:
-            found.append(entry.name)
-    return [int(pid) for pid in found if pid.isdigit() and int(pid) != os.getpid()]
+        if any(mark in text for mark in marks):
+            found[int(entry.name)] = command.decode()
+    return found
+
+
+def only_process(run_dir: Path, program: str) -> int:
+    """The pid of this program; a child between fork and exec looks like a second one."""
+    pids: list[int] = []
+
+    def is_alone() -> bool:
+        pids[:] = [pid for pid, command in marked_processes(run_dir).items() if program in command]
+        return len(pids) == 1
+
+    until(is_alone, f"one process of {program!r}")
+    return pids[0]
 
 
 class Launched:
@@ -137,12 +156,7 @@ def test_a_killed_orchestrator_and_a_killed_agent_are_put_back_under_a_running_j
     until(lambda: (here / "started-1").exists(), "the workers")
     until(lambda: launched.said().count("starts") == 2, "the workers' first lines")
     for program in ("keepstep.orchestrator", "keepstep.agent\0"):
-        (pid,) = [
-            pid
-            for pid in marked_processes(launched.run_dir)
-            if program in f"{Path(f'/proc/{pid}/cmdline').read_text(encoding='utf-8')}\0"
-        ]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(only_process(launched.run_dir, program), signal.SIGKILL)
     time.sleep(0.5)
     (here / "go").touch()
     assert launched.ends() == 0, launched.said()
