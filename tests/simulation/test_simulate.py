@@ -15,6 +15,19 @@ def test_five_hundred_seeds_hold_every_invariant():
     outcomes = [outcome for result in summary.results for outcome in result.incidents]
     assert outcomes.count("resumed") > 5 * outcomes.count("fallback")
     assert sum(result.restarts for result in summary.results) > 100
+    assert sum(result.vouched for result in summary.results) > 100
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        277,  # All ranks stopped before their first step: nobody to blame, and nothing to save.
+        1363,  # A leader dies over a restart: strays of the old run are no sign of the new one.
+        4572,  # A collective breaks for one rank after the others have finished.
+    ],
+)
+def test_seeds_that_once_failed(seed: int):
+    assert simulate.run_seed(seed).outcome == "finished"
 
 
 def test_a_seed_is_the_same_run_every_time():

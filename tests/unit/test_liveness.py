@@ -92,3 +92,9 @@ def test_a_job_s_steps_stand_in_for_an_agent_only_for_a_while():
     assert last_known(10.0, 30.0) == 30.0
     assert last_known(10.0, 500.0) == 70.0
     assert last_known(10.0, 5.0) == 10.0
+
+
+def test_a_vouched_node_is_not_silent_before_its_voucher_is_old():
+    quiet = heard(a=0.0, b=0.0)
+    assert silent_nodes(quiet, 10.0, 3.5, {NodeId("a"): 8.0}) == ("b",)
+    assert silent_nodes(quiet, 12.0, 3.5, {NodeId("a"): 8.0}) == ("b", "a")

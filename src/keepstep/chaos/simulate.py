@@ -24,8 +24,9 @@ from keepstep.chaos.simulated import Agent, state_at
 from keepstep.chaos.simulated_faults import JOB, Faults
 from keepstep.chaos.simulated_group import Group
 from keepstep.model import JobSpec, JobState, NodeId, Policy, Rank, Term
-from keepstep.orchestrator import brain, events, state
-from keepstep.wire import Hello, Message, Order, Published
+from keepstep.orchestrator import brain, events, nodes, state
+from keepstep.orchestrator.liveness import Witness
+from keepstep.wire import Hello, JobPulse, Message, Order, Published
 
 SECONDS_MAX = 400.0
 POLICY = Policy(
@@ -52,6 +53,7 @@ class Result:
     steps: int
     events: int
     restarts: int
+    vouched: int
     virtual_seconds: float
 
 
@@ -67,11 +69,13 @@ class Summary:
         kinds = Counter(kind for result in self.results for kind in result.faults)
         outcomes = Counter(out for result in self.results for out in result.incidents)
         total = sum(result.events for result in self.results)
+        restarts = sum(result.restarts for result in self.results)
+        vouched = sum(result.vouched for result in self.results)
         return [
             "jobs:      " + ", ".join(f"{n} {end}" for end, n in sorted(ends.items())),
             "incidents: " + ", ".join(f"{n} {out}" for out, n in sorted(outcomes.items())),
             "faults:    " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())),
-            f"events:    {total}; {sum(r.restarts for r in self.results)} restarts replayed whole",
+            f"events:    {total}; {restarts} restarts replayed whole; {vouched} times vouched",
             f"{len(self.results)} seeds, all invariants held, {self.seconds:.1f} s of CPU",
         ]
 
@@ -95,6 +99,8 @@ class Simulation(Faults):
         self.stepped = 0
         self.faults: list[str] = []
         self.user_fault = False
+        self._witness = Witness()
+        self.vouched = 0
         self.silent_since: dict[NodeId, float] = {}
         self.story: list[str] = []
         self.fallbacks = 0
@@ -102,18 +108,18 @@ class Simulation(Faults):
         self.calm = False
         self.calm_generation = 0
         draw = self.random
-        nodes, ranks = draw.randint(2, 4), draw.randint(1, 3)
+        active, ranks = draw.randint(2, 4), draw.randint(1, 3)
         self.spec = JobSpec(
             JOB,
             "train.py",
-            nodes=nodes,
+            nodes=active,
             ranks_per_node=ranks,
             spares=draw.randint(0, 3),
             policy=POLICY,
         )
         self._group = Group(self, self.spec.world_size, draw.randint(40, 250))
         extra = draw.choice((0, 1, 1, 2))
-        for i in range(nodes + extra):
+        for i in range(active + extra):
             slots = ranks + draw.choice((0, 0, 1, 2))
             self._agents[NodeId(f"n{i}")] = Agent(self, NodeId(f"n{i}"), slots)
 
@@ -194,9 +200,20 @@ class Simulation(Faults):
                 self.silent_since.pop(agent.node, None)
             elif self.serving and self._now - since > POLICY.silent_seconds_max:
                 self.feed(events.NodeSilent(agent.node))
+        self._hear_witnesses()
         self.feed(events.Tick())
         if not self._over():
             self.later(0.1, self.tick)
+
+    def _hear_witnesses(self) -> None:
+        """The steps that linked agents tell of vouch for nodes whose agents say nothing."""
+        for agent in self._agents.values():
+            for worker in agent.workers if agent.linked else ():
+                step = worker.boundary
+                self._witness.hear(JobPulse(worker.job, worker.generation, step, step, 0.05))
+        for node in self._witness.vouches(nodes.jobs_on(self.cluster, self.cluster.doubtful)):
+            self.vouched += 1
+            self.feed(events.NodeVouched(node))
 
     def watch(self) -> None:
         for agent in self._agents.values():
@@ -247,6 +264,7 @@ class Simulation(Faults):
         self.cluster = replayed
         self.snapshot = state.to_plain(replayed)
         self.journal = []
+        self._witness = Witness()
         self.term += 1
         self.restarts += 1
         self.serving = True
@@ -351,6 +369,7 @@ class Simulation(Faults):
             self._group.committed,
             self.stepped,
             self.restarts,
+            self.vouched,
             self._now - began,
         )
 

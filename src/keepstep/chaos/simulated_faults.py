@@ -146,7 +146,8 @@ class Faults:
             agent.runs = True
             self.connect(agent, 0.05)
 
-        self.later(self.random.uniform(0.2, 2.0), again)
+        # Sometimes longer than silence is borne: only the job's steps speak for the node then.
+        self.later(self.random.choice((2.0, 2.0, 8.0)) * self.random.uniform(0.1, 1.0), again)
         return True
 
     def _link_drop(self) -> bool:

@@ -220,9 +220,10 @@ def _finished(turn: Turn, job: Job, event: Observed) -> None:
     seat = job.roster.seats[event.rank]
     job.finished[event.rank] = event.incarnation
     job.step = max(job.step, event.step)
-    # Whoever has finished got through the last collective, and so did all the others: what they
-    # said before about standing still is not true any more.
-    job.broken_at, job.stalls, job.stalls_at = -1.0, {}, -1.0
+    # Whoever has finished got through the last collective, so all others have come to it: what they
+    # said before about standing still is not true any more. A collective that broke for another
+    # rank stays broken: that rank waits for orders.
+    job.stalls, job.stalls_at = {}, -1.0
     spares.release(turn.cluster, seat.node, seat.slot)
     turn.touched = True
     if len(job.finished) == len(job.roster.seats):

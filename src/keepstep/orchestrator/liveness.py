@@ -73,13 +73,19 @@ def last_known(heard: float, vouched: float | None) -> float:
 
 
 def silent_nodes(
-    last_heard: Mapping[NodeId, float], now: float, silent_seconds_max: float
+    last_heard: Mapping[NodeId, float],
+    now: float,
+    silent_seconds_max: float,
+    vouched: Mapping[NodeId, float] | None = None,
 ) -> tuple[NodeId, ...]:
     """The nodes to give up, in the order in which they fell silent."""
-    quiet = [node for node, heard in last_heard.items() if now - heard > silent_seconds_max]
+    quiet = {node: heard for node, heard in last_heard.items() if now - heard > silent_seconds_max}
+    if vouched:
+        known = {node: last_known(heard, vouched.get(node)) for node, heard in quiet.items()}
+        quiet = {node: at for node, at in known.items() if now - at > silent_seconds_max}
     if len(quiet) >= MASS_NODES_MIN and 2 * len(quiet) > len(last_heard):
-        quiet = [node for node in quiet if now - last_heard[node] > 2 * silent_seconds_max]
-    return tuple(sorted(quiet, key=lambda node: (last_heard[node], node)))
+        quiet = {node: at for node, at in quiet.items() if now - at > 2 * silent_seconds_max}
+    return tuple(sorted(quiet, key=lambda node: (quiet[node], node)))
 
 
 def own_lateness(due: float, now: float, late_seconds_max: float) -> float:

@@ -108,7 +108,8 @@ def _after_fault(turn: Turn, job: Job, fault: Fault) -> None:
     migration, _ = _the(job)
     worn_out = f"{migration.recoveries} recoveries did not end it"
     if migration.recoveries > job.spec.policy.recoveries_max and not job.begun:
-        launch.finish(turn, job, JobState.FAILED, 1, f"the first step was never made: {worn_out}")
+        # Nothing to save. Workers that all stand still can only be killed and started anew.
+        fall_back(turn, job, f"the first step was never made: {worn_out}")
     elif migration.recoveries > 2 * job.spec.policy.recoveries_max:
         fall_back(turn, job, worn_out)
     elif migration.recoveries > job.spec.policy.recoveries_max and migration.purpose != "save":

@@ -10,12 +10,15 @@ at once, the brain suspects itself first.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from keepstep import sabotage
 from keepstep.model import JobId, NodeId, OrderId, Phase, Policy, Rank, Seat, Sign
 from keepstep.orchestrator import incidents, migration, orders, spares
 from keepstep.orchestrator.liveness import UNWATCHED_SECONDS_MAX
 from keepstep.orchestrator.state import (
     Cause,
+    Cluster,
     Job,
     NodeState,
     Occupant,
@@ -110,8 +113,14 @@ def _compare_workers(turn: Turn, state: NodeState, facts: tuple[WorkerFact, ...]
             spares.release(turn.cluster, state.node, slot)
             continue
         job = turn.cluster.jobs[user.job]
-        if not _untold(job, user, any(fact.job == user.job for fact in facts)):
+        if not _untold(job, user, listed & _seated(state, user.job)):
             job.missing[user.rank] = turn.now + MISSING_SECONDS
+
+
+def _seated(state: NodeState, job: JobId) -> set[tuple[JobId, Rank, int]]:
+    """Who of a job has its seat on this node. What else runs there proves nothing."""
+    users = (user for user in state.uses.values() if user.job == job and user.rank >= 0)
+    return {(user.job, user.rank, user.incarnation) for user in users}
 
 
 def _rightful(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
@@ -138,14 +147,17 @@ def _fence_stray(turn: Turn, state: NodeState, fact: WorkerFact) -> None:
     )
 
 
-def _untold(job: Job, user: Occupant, others_listed: bool) -> bool:
-    """True for a worker whose order may never have arrived: it is told again, not mourned."""
+def _untold(job: Job, user: Occupant, listed: set[tuple[JobId, Rank, int]]) -> bool:
+    """True for a worker whose order may never have arrived: it is told again, not mourned.
+
+    `listed` are those of its job that the node does have: one order starts them all.
+    """
     moving = job.migration
     if moving is None:
         return False
     if user.rank in moving.fresh and moving.phase in (Phase.QUIESCE, Phase.HOLD):
         return True
-    return moving.cold and moving.phase is Phase.RESUME and not job.begun and not others_listed
+    return moving.cold and moving.phase is Phase.RESUME and not job.begun and not listed
 
 
 def _compare_standbys(turn: Turn, state: NodeState, facts: tuple[StandbyFact, ...]) -> None:
@@ -215,6 +227,15 @@ def vouched(turn: Turn, node: NodeId) -> None:
         return
     state.vouched_at = turn.now
     turn.note(f"node {node} says nothing, but its ranks make steps: only its agent is missing")
+
+
+def jobs_on(cluster: Cluster, nodes: Iterable[NodeId]) -> dict[NodeId, set[JobId]]:
+    """Whose steps can vouch for these nodes: the jobs that have ranks there."""
+    return {
+        node: {u.job for u in cluster.nodes[node].uses.values() if u.rank >= 0 and not u.fenced}
+        for node in nodes
+        if node in cluster.nodes
+    }
 
 
 def heard(turn: Turn, state: NodeState) -> None:

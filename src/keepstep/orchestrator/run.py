@@ -30,9 +30,9 @@ from keepstep.clock import Clock
 from keepstep.config import OrchestratorConfig
 from keepstep.errors import Deposed, Permanent, WireError
 from keepstep.model import JobId, NodeId, Term
-from keepstep.orchestrator import brain, events, state, view
+from keepstep.orchestrator import brain, events, nodes, state, view
 from keepstep.orchestrator.journal import Entry, Journal
-from keepstep.orchestrator.liveness import Witness, last_known, own_lateness, silent_nodes
+from keepstep.orchestrator.liveness import Witness, own_lateness, silent_nodes
 from keepstep.orchestrator.streams import AgentStream
 
 TICK_SECONDS_MIN = 0.02
@@ -335,22 +335,16 @@ class Orchestrator:
         missed = now - 2 * self._config.pulse_seconds
         quiet = {node for node, heard in alive.last_heard.items() if heard < missed}
         quiet |= cluster.doubtful.keys()
-        users = {
-            node: {u.job for u in cluster.nodes[node].uses.values() if u.rank >= 0 and not u.fenced}
-            for node in quiet & cluster.nodes.keys()
-        }
         alive.witness.forget_others(cluster.open_jobs)
         alive.vouched = {node: at for node, at in alive.vouched.items() if node in quiet}
-        for node in alive.witness.vouches(users):
+        for node in alive.witness.vouches(nodes.jobs_on(cluster, quiet)):
             alive.vouched[node] = now
             if node in cluster.doubtful:
                 await self._inbox.put(_Waiting(events.NodeVouched(node)))
 
     async def _judge_silence(self, now: float) -> None:
         limit = self._silent_seconds_max()
-        vouched = self._alive.vouched
-        known = {n: last_known(at, vouched.get(n)) for n, at in self._alive.last_heard.items()}
-        for node in silent_nodes(known, now, limit):
+        for node in silent_nodes(self._alive.last_heard, now, limit, self._alive.vouched):
             seconds = now - self._alive.last_heard.pop(node)
             self._alive.heartbeats.pop(node, None)
             self._log("node.silent", node=node, seconds=round(seconds, 3))
@@ -487,8 +481,8 @@ def _entry(done: _Stepped) -> Entry:
 def _order_line(order: wire.Order) -> dict[str, Any]:
     """An order as the journal names it; replaying the event gives the whole of it again."""
     kind = type(order.action).__name__
-    nodes = len(order.nodes)
-    return {"generation": order.generation, "id": order.order_id, "kind": kind, "nodes": nodes}
+    number = len(order.nodes)
+    return {"generation": order.generation, "id": order.order_id, "kind": kind, "nodes": number}
 
 
 def _record(seq: int, done: _Stepped) -> dict[str, Any]:

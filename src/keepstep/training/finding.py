@@ -26,9 +26,15 @@ SWITCH_SECONDS = 0.0002
 
 
 class Finding:
-    """Finds this rank's private entry; a receiver takes it, and fetches its first batch."""
+    """Finds this rank's private entry; a receiver takes it, and fetches its first batch.
 
-    def __init__(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
+    Who has the entry already hands it over as `known`.
+    """
+
+    def __init__(
+        self, keeper: Keeper, reform: wire.Reform, receiving: bool, known: bytes | None = None
+    ) -> None:
+        self._known = known
         self._found = threading.Event()
         self._outcome: bytes | Exception = NoHome("not found yet")
         self._trouble: Exception | None = None
@@ -49,7 +55,7 @@ class Finding:
 
     def _find(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
         try:
-            payload = _find_private(keeper, reform)
+            payload = self._known or _find_private(keeper, reform)
             if receiving:
                 take_private(keeper, payload, reform.boundary)
             self._outcome = payload

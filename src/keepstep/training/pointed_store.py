@@ -3,8 +3,9 @@
 torch hands its default store to every group, mesh and barrier and never lets go of it. The host
 of the real store may die, and each generation has a prefix of its own, so torch gets this one.
 
-`connect` opens the real one. torch's own way of connecting repeats itself for seconds and hears
-nothing meanwhile, so a plain socket knocks first: a host that died must not hold up a recovery.
+`connect` opens the real one. torch's client waits longer after each try and hears nothing
+meanwhile. So a plain socket knocks first, which finds a store that is just coming up at once, and
+the client is made on an errand, which is left when a newer order comes.
 
 Must never: cache a value, or answer from anywhere but where it points now.
 """
@@ -12,7 +13,6 @@ Must never: cache a value, or answer from anywhere but where it points now.
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import TCPStore
 
 from keepstep.model import Endpoint
+from keepstep.training.errand import Errand
 from keepstep.training.inner import GroupsBroken
 
 _KNOCK_SECONDS_MAX = 1.0
@@ -50,35 +51,25 @@ def connect(
 
 
 def _opened(endpoint: Endpoint, seconds_max: float, overtaken: Callable[[], bool]) -> Store:
-    """torch's client, made on a thread that is left behind when a newer order comes: a store that
-    dies between the knock and here would hold us for ten seconds."""
-    made: list[Store] = []
-    trouble: list[RuntimeError] = []
-    finished = threading.Event()
-
-    def work() -> None:
-        try:
-            made.append(
-                TCPStore(
-                    endpoint.host,
-                    endpoint.port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=seconds_max),
-                )
-            )
-        except RuntimeError as error:
-            trouble.append(error)
-        finally:
-            finished.set()
-
-    threading.Thread(target=work, name="keepstep-store", daemon=True).start()
-    while not finished.wait(_KNOCK_AGAIN_SECONDS):
+    """torch's client. A store that dies between the knock and here would hold us for seconds."""
+    errand = Errand(
+        "keepstep-store",
+        lambda: TCPStore(
+            endpoint.host,
+            endpoint.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds_max),
+        ),
+    )
+    errand.start()
+    while not errand.wait(_KNOCK_AGAIN_SECONDS):
         if overtaken():
             raise GroupsBroken("a newer order came while this one opened its store")
-    if trouble:
-        raise GroupsBroken(f"no store at {endpoint.host}:{endpoint.port}") from trouble[0]
-    return made[0]
+    try:
+        return errand.result()
+    except RuntimeError as error:
+        raise GroupsBroken(f"no store at {endpoint.host}:{endpoint.port}") from error
 
 
 class PointedStore(Store):

@@ -1,0 +1,51 @@
+"""Work on a thread of its own that its caller may leave behind.
+
+For: constructors of torch that block for seconds and cannot be interrupted. Who asked for one goes
+on as soon as the result is worthless; the thread ends by itself and its result is dropped.
+
+Must never: be used for work whose side effects matter after it was left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Errand(Generic[T]):
+    """One call on a daemon thread. Only a RuntimeError is handed over: c10d raises no other."""
+
+    def __init__(self, name: str, work: Callable[[], T]) -> None:
+        self._over = threading.Event()
+        self._made: list[T] = []
+        self._trouble: RuntimeError | None = None
+        self._work = work
+        self._name = name
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+
+    def wait(self, seconds_max: float | None = None) -> bool:
+        """Until it is done or left; False if neither came in time."""
+        return self._over.wait(seconds_max)
+
+    def leave(self) -> None:
+        """Let the waiter go. Any thread, any number of times."""
+        self._over.set()
+
+    def result(self) -> T:
+        """What the work returned or raised; not to be asked for once it was left."""
+        if self._trouble is not None:
+            raise self._trouble
+        return self._made[0]
+
+    def _run(self) -> None:
+        try:
+            self._made.append(self._work())
+        except RuntimeError as error:
+            self._trouble = error
+        finally:
+            self._over.set()
