@@ -26,7 +26,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +207,12 @@ def bare_arm(name: str, world: int, directory: Path, args: argparse.Namespace) -
 def keepstep_arm(
     world: int, directory: Path, args: argparse.Namespace
 ) -> Iterator[tuple[Arm, rig.Rig]]:
-    """One rank per node, one spare with a warm standby, and the mirror of private state on."""
+    """Two nodes, so that private state is mirrored; a warm standby beside the second's ranks."""
     gate = directory / "keepstep.gate"
-    nodes = [NodePlan(name, 1) for name in rig.node_names(world + 1)]
+    nodes = [NodePlan("n0", world // 2), NodePlan("n1", world // 2 + 1)]
     arguments = ("--gate", str(gate), "--batch", str(args.batch))
     spec = rig.spec_of(directory, WORKER, arguments, world=world, spares=1)
+    spec = replace(spec, nodes=2, ranks_per_node=world // 2)
     with listening(gate) as listener, rig.running(spec, nodes, directory) as keeper:
         connections = accept_all(listener, world, keeper.cluster.supervisor.check)
         arm = Arm("keepstep", connections, lambda: _everything(keeper.cluster))

@@ -170,7 +170,7 @@ class Ring:
         # Invalid first, valid last: a writer that dies in between leaves an empty slot.
         struct.pack_into("<q", self.memory, at, -1)
         start = at + _SLOT_HEADER.size
-        self.memory[start : start + len(payload)] = bytes(payload)
+        self.memory[start : start + len(payload)] = payload
         _SLOT_HEADER.pack_into(self.memory, at, -1, len(payload), zlib.crc32(payload))
         struct.pack_into("<q", self.memory, at, boundary)
 

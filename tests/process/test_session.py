@@ -323,6 +323,46 @@ def test_the_users_own_save_and_restore_carry_state_to_the_joiner(tmp_path: Path
     assert results(tmp_path) == bare(tmp_path / "bare", script)
 
 
+TEACHER_BODY = """
+torch.manual_seed(5)
+teacher = nn.Linear(1024, 512)
+torch.manual_seed(100 + rank)
+for parameter in teacher.parameters():
+    parameter.requires_grad_(False)
+session = keepstep.session(model=model, optimizer=optimizer, teacher=teacher)
+for (x,) in session.steps(batches):
+    with session.attempt():
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        first = next(model.parameters()).detach().view(-1)
+        MOVE
+        time.sleep(0.01)
+result(teacher=[p.double().sum().item().hex() for p in teacher.parameters()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("move", "rounds"),
+    [
+        ("teacher.weight.data.mul_(0.99).add_(first[0], alpha=0.01)", 1),
+        # One element of half a million: no sample sees it, the joiner's own digest does.
+        ("teacher.weight.data[300, 300] += first[0]", 2),
+    ],
+    ids=["everywhere", "one element"],
+)
+def test_a_teacher_without_gradients_moves_on_unseen_and_is_not_lost(
+    tmp_path: Path, move: str, rounds: int
+) -> None:
+    script = loop(TEACHER_BODY.replace("MOVE", move))
+    with SmallJob(tmp_path, script) as job:
+        job.outlives_a_kill(1, at_step=40)
+        (incident,) = job.incidents()
+    assert incident["outcome"] == "resumed"
+    assert incident["generation"] == 1 + rounds, "a stale digest costs one more round"
+    check_as_bare(tmp_path, script)
+
+
 RAISES_BODY = """
 session = keepstep.session(model=model, optimizer=optimizer)
 for (x,) in session.steps(batches):

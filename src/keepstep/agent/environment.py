@@ -25,6 +25,7 @@ class Surroundings:
 
     spec: JobSpec
     agent_socket: Path
+    address: str
     job_room: Path
     log_directory: Path
     inherited: Mapping[str, str]
@@ -95,6 +96,7 @@ def _of_any(around: Surroundings, slot: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "KEEPSTEP_SOCKET": str(around.agent_socket),
         "KEEPSTEP_ROOM": str(around.job_room),
+        "KEEPSTEP_ADDRESS": around.address,
         "KEEPSTEP_LOG_DIR": str(around.log_directory),
         "KEEPSTEP_JOB": spec.job,
         "KEEPSTEP_SLOT": str(slot),

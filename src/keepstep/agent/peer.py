@@ -25,9 +25,8 @@ PAYLOAD_BYTES_MAX = wire.FRAME_BYTES_MAX // 4 * 3 - 4096
 class Peer:
     """A server on the node's own address."""
 
-    def __init__(self, room: Room, address: str) -> None:
+    def __init__(self, room: Room) -> None:
         self._room = room
-        self._address = address
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -35,13 +34,13 @@ class Peer:
         """Listen, on the port of the agent's earlier life if it is free."""
         try:
             self._server = await asyncio.start_server(
-                self._serve, self._address, self._room.peer_port
+                self._serve, self._room.address, self._room.peer_port
             )
         except OSError as error:
             if self._room.peer_port == 0:
                 raise
             log.warning("peer.port_taken", port=self._room.peer_port, why=error)
-            self._server = await asyncio.start_server(self._serve, self._address, 0)
+            self._server = await asyncio.start_server(self._serve, self._room.address, 0)
         self.port = self._server.sockets[0].getsockname()[1]
         self._room.peer_port = self.port
         self._room.save()

@@ -1,4 +1,4 @@
-"""The probe halves of the detectors, ten times a second: pages, process states, output.
+"""The probe halves of the detectors, four times a second: pages, process states, output.
 
 Reading needs nothing of the workers: pages are shared memory and process states come from /proc.
 What the readings mean is judged in keepstep.detect, which is pure.
@@ -21,11 +21,11 @@ from keepstep.detect import hang, process
 from keepstep.model import Generation, JobId
 from keepstep.page import Progress
 
-PROBE_SECONDS = 0.1
+PROBE_SECONDS = 0.25
+"""Deaths are seen at once, by their pidfd; a hang is judged over seconds. Each look takes time from
+a rank where all cores are busy."""
 HEARTBEAT_SECONDS = 0.5
 STALLED_AGAIN_SECONDS = 0.5
-TEE_SECONDS = 0.2
-"""People read no faster, and each look at a log costs a system call."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Probes:
     async def run(self) -> None:
         """Probe for ever. A loop that comes late has not seen the workers stand still."""
         due = time.monotonic()
-        heartbeat_due = tee_due = due
+        heartbeat_due = due
         while True:
             now = time.monotonic()
             if late := hang.lateness(due, now):
@@ -59,9 +59,7 @@ class Probes:
                     job.watches = hang.discount(job.watches, late)
             readings = self._read()
             self._judge(readings, now)
-            if now >= tee_due:
-                self._tee.pump()
-                tee_due = now + TEE_SECONDS - PROBE_SECONDS / 2
+            self._tee.pump()
             if now >= heartbeat_due:
                 self._send(self._heartbeat(readings))
                 heartbeat_due = now + HEARTBEAT_SECONDS - PROBE_SECONDS / 2

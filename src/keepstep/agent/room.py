@@ -101,8 +101,10 @@ class AgentState:
 class Room:
     """The room's files, and the state that the agent keeps in them."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, address: str) -> None:
         self.directory = directory
+        self.address = address
+        """Where other nodes reach this one."""
         self.agent_socket = directory / "agent.sock"
         self.preload_socket = directory / "preload.sock"
         self.preload_log = directory / "preload.log"

@@ -74,14 +74,14 @@ class Agent:
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
-        self.room = Room(config.room)
+        self.room = Room(config.room, config.address)
         self.tee = Tee()
         self.reports = Reports(config.node)
         self.workers = Workers(config.node, self.room, self._on_end)
         self.forks = Forks(self.room, preload_modules(dict(os.environ)), self.workers.heard_exit)
         self.links = Links(self.room.agent_socket, self._on_link)
-        self.peer = Peer(self.room, config.address)
-        self.store = Store(self.room, config.address, self._on_store_lost)
+        self.peer = Peer(self.room)
+        self.store = Store(self.room, self._on_store_lost)
         self.stream = Stream(config.orchestrators, config.token, self._greeting, self._on_stream)
         self.probes = Probes(self.room, self.workers, self.tee, self.stream.send)
         self.orders = Orders(

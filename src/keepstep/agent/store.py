@@ -29,9 +29,8 @@ RETRY_SECONDS = 1.0
 class Store:
     """Keeps one store process alive."""
 
-    def __init__(self, room: Room, address: str, on_lost: Callable[[int], None]) -> None:
+    def __init__(self, room: Room, on_lost: Callable[[int], None]) -> None:
         self._room = room
-        self._address = address
         self._on_lost = on_lost
         self.ready = asyncio.Event()
 
@@ -72,7 +71,7 @@ class Store:
             Fork(
                 key=f"store/{secrets.token_hex(4)}",
                 entry=ENTRY,
-                arguments=("--port-file", str(port_file), "--address", self._address),
+                arguments=("--port-file", str(port_file), "--address", self._room.address),
                 environment=environment,
                 directory=str(self._room.directory),
                 log=str(self._room.store_log),

@@ -283,6 +283,7 @@ def surroundings(room: Room, spec: JobSpec) -> environment.Surroundings:
     return environment.Surroundings(
         spec=spec,
         agent_socket=room.agent_socket,
+        address=room.address,
         job_room=room.job_room(spec.job),
         log_directory=base / spec.job,
         inherited=os.environ,

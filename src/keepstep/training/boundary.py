@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from keepstep import sabotage
-from keepstep.training.private import Randomness, read_randomness, restore_randomness
+from keepstep.training.private import Generators
 from keepstep.training.registry import Registry
 
 _PACE_STEPS = 15
@@ -29,7 +29,7 @@ _LEARNING_STEPS = 2
 
 @dataclass(slots=True)
 class _Snapshot:
-    randomness: Randomness
+    generators: Generators
     others: dict[str, Any]
     groups: dict[str, list[dict[str, Any]]]
 
@@ -60,7 +60,7 @@ class Boundary:
 
     def begin(self) -> None:
         """Snapshot what the forward pass may change."""
-        self._snapshot = _Snapshot(read_randomness(), self._others(), self._groups())
+        self._snapshot = _Snapshot(Generators.now(), self._others(), self._groups())
         self._shadow_buffers()
         self.in_attempt = True
         self.updating = self.updated = False
@@ -159,7 +159,7 @@ class Boundary:
             ):
                 group.update(before)
         if not sabotage.off("rng"):
-            restore_randomness(snapshot.randomness)
+            snapshot.generators.restore()
 
     def arrive(self, step: int) -> None:
         """State of another boundary was received and verified."""

@@ -34,6 +34,8 @@ __all__ = [
 # Large enough to hide a round trip, small enough to digest one while the next is in flight.
 CHUNK_BYTES = 4 * 1024 * 1024
 assert CHUNK_BYTES % ROW_BYTES == 0, "a running digest takes whole rows"
+SAMPLE_BYTES = 4096
+"""Of a remembered tensor, looked at before its digest is believed."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,14 @@ class DigestCache:
     """Remembers the digests of frozen parameters: those that no optimizer touches.
 
     Only parameters with requires_grad False are remembered, under their address and version.
-    Buffers never: BatchNorm writes its running statistics without raising the version.
+    Buffers never: BatchNorm writes its running statistics without raising the version. Writes
+    through `.data`, the common way to move an averaged teacher, do not raise it either, so a
+    sample of the bytes must still be the same. A sample may miss a write to a few elements: the
+    receiver's own digest finds that, and the next round trusts nothing remembered.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int, str]] = {}
+        self._known: dict[tuple[int, int], _Known] = {}
 
     def digest(self, tensor: torch.Tensor) -> str:
         if not isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad:
@@ -121,8 +126,8 @@ class DigestCache:
         key = (id(tensor), tensor.data_ptr())
         known = self._known.get(key)
         # The weak reference guards against another tensor born at the same address.
-        if known is not None and known[0]() is tensor and known[1] == tensor._version:
-            return known[2]
+        if known is not None and known.tensor() is tensor and known.still_true(tensor):
+            return known.value
         value = digest(tensor)
         self.remember(tensor, value)
         return value
@@ -131,11 +136,30 @@ class DigestCache:
         """Take a digest that was just computed elsewhere, over the bytes that arrived."""
         if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
             key = (id(tensor), tensor.data_ptr())
-            self._known[key] = (weakref.ref(tensor), tensor._version, value)
+            sample = _sample(tensor).clone()
+            self._known[key] = _Known(weakref.ref(tensor), tensor._version, sample, value)
 
     def forget(self) -> None:
         """After state was received in place: those writes do not raise any version."""
         self._known.clear()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Known:
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    sample: torch.Tensor
+    value: str
+
+    def still_true(self, tensor: torch.Tensor) -> bool:
+        return self.version == tensor._version and torch.equal(self.sample, _sample(tensor))
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes from all over the tensor; a view where that is possible."""
+    raw = byte_view(tensor)
+    # Odd, so that every byte of an element has its turn: small updates change the low ones.
+    return raw[:: (raw.numel() // SAMPLE_BYTES) | 1]
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

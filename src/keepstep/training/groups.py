@@ -482,7 +482,7 @@ class Groups:
         return InnerSpec(record.name, record.backend, rank, len(record.ranks), timeout)
 
     def _side_spec(self) -> InnerSpec:
-        return InnerSpec(SIDE, self._kind, self._rank, self._world_size, self._timeout)
+        return InnerSpec(SIDE, self._kind, self._rank, self._world_size, self._timeout, shares=True)
 
     def _check_live(self) -> None:
         self._gate.check()

@@ -3,7 +3,7 @@
 For: connecting Gloo (or NCCL) under groups that stay. Two things torch does not offer are made
 here. A Gloo backend is aborted by shutting down its own sockets, which are found by looking at
 the process's sockets before and after its construction. A construction is cancelled by leaving
-it to a builder thread: the caller goes on at once, and the thread dies of its dead sockets.
+it to its errand: the caller goes on at once, and the thread dies of its dead sockets.
 
 Must never: close or shut down a socket that was there before the construction began; block in
 `cancel`; hold a lock while it waits for a peer.
@@ -20,6 +20,8 @@ from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from keepstep.training.errand import Errand
 
 PROC_FDS = "/proc/self/fd"
 
@@ -40,6 +42,9 @@ class InnerSpec:
     rank: int
     size: int
     timeout: timedelta
+    shares: bool = False
+    """Uses the network thread of the backends before it. Gloo gives each one a thread of its own,
+    which looks around a hundred times a second even if there is never anything to do."""
 
 
 class Formation:
@@ -56,9 +61,10 @@ class Formation:
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
-        self._waiting: list[threading.Event] = []
+        self._errands: list[Errand[list[Any]]] = []
         self._sockets: list[_Sockets] = []
         self._backends: list[Any] = []
+        self._devices: list[Any] = []
 
     @property
     def cancelled(self) -> bool:
@@ -78,36 +84,27 @@ class Formation:
         `connect_seconds_max` bounds the whole; None leaves it to the groups' own timeouts. It is
         kept here and not given to Gloo, which would use it for every later send and receive.
         """
-        finished = threading.Event()
         sockets = _Sockets()
+        errand = Errand("keepstep-connect", lambda: self._connect(specs, sockets))
         with self._lock:
             if self.cancelled:
                 raise GroupsBroken("the groups were aborted before they were connected")
-            self._waiting.append(finished)
+            self._errands.append(errand)
             self._sockets.append(sockets)
-        built: list[Any] = []
-        trouble: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                self._connect(specs, sockets, built)
-            except RuntimeError as error:  # every c10d and Gloo failure is one
-                trouble.append(error)
-            finally:
-                finished.set()
-
-        threading.Thread(target=work, name="keepstep-connect", daemon=True).start()
-        # cancel() sets this event too, so that the caller never waits for a lost construction.
-        in_time = finished.wait(connect_seconds_max)
+        errand.start()
+        # cancel() leaves it, so that the caller never waits for a lost construction.
+        in_time = errand.wait(connect_seconds_max)
         with self._lock:
-            self._waiting.remove(finished)
+            self._errands.remove(errand)
         if not in_time:
             self.cancel()
             raise GroupsBroken(f"a peer did not come within {connect_seconds_max} s")
         if self.cancelled:
             raise GroupsBroken("the groups were aborted while they were being connected")
-        if trouble:
-            raise GroupsBroken(f"a group could not be connected: {trouble[0]}") from trouble[0]
+        try:
+            built = errand.result()
+        except RuntimeError as error:
+            raise GroupsBroken(f"a group could not be connected: {error}") from error
         self._backends.extend(built)
         return built
 
@@ -115,12 +112,12 @@ class Formation:
         """Free everyone blocked in these backends. Any thread, any number of times."""
         with self._lock:
             self._cancelled.set()
-            waiting, tracked = list(self._waiting), list(self._sockets)
+            errands, tracked = list(self._errands), list(self._sockets)
         # Look before waking anyone: who wakes may open the next generation's sockets at once.
         for sockets in tracked:
             sockets.settle()
-        for finished in waiting:
-            finished.set()
+        for errand in errands:
+            errand.leave()
         for sockets in tracked:
             sockets.shut_down()
         for backend in list(self._backends):
@@ -131,9 +128,11 @@ class Formation:
     def forget(self) -> None:
         """Let go of the backends, so that they can be freed once nobody uses them."""
         self._backends.clear()
+        self._devices = []
         self._store = None
 
-    def _connect(self, specs: Sequence[InnerSpec], sockets: _Sockets, built: list[Any]) -> None:
+    def _connect(self, specs: Sequence[InnerSpec], sockets: _Sockets) -> list[Any]:
+        built: list[Any] = []
         try:
             store = self._store = self._store or self._origin.clone()
             for spec in specs:
@@ -144,12 +143,21 @@ class Formation:
             sockets.settle()
             if self.cancelled:
                 built.clear()
+        return built
 
     def _construct(self, spec: InnerSpec, base: Store) -> Any:
         store = PrefixStore(f"{self._prefix}/{self.generation}/{spec.name}", base)
         if spec.kind == "nccl":
             return _construct_nccl(spec, store)
-        backend = ProcessGroupGloo(store, spec.rank, spec.size, timeout=spec.timeout)
+        gloo: Any = ProcessGroupGloo  # torch's stubs call the options by other names
+        if spec.shares and self._devices:
+            options = gloo._Options()
+            options._devices, options._timeout = self._devices, spec.timeout
+            options._threads = 2 * len(self._devices)
+            backend = gloo(store, spec.rank, spec.size, options)
+        else:
+            backend = gloo(store, spec.rank, spec.size, timeout=spec.timeout)
+        self._devices = self._devices or backend.options._devices
         backend._set_sequence_number_for_group()
         return backend
 

@@ -45,6 +45,12 @@ ORDER_SECONDS_MAX = 7 * 24 * 3600.0
 """The orchestrator's budgets end a wait, not this: training never stops because control does."""
 _COMPARE_AT = (1, 2, 16, 256, 4096, 65536)
 """Boundaries at which all ranks compare digests to find private tensors."""
+_WATCHED_STEPS = 64
+
+
+def _is_watched(step: int) -> bool:
+    """A script does the same at each step: what it does that cannot be covered shows early."""
+    return step < _WATCHED_STEPS or step % _WATCHED_STEPS == 0
 
 
 class Keeper:
@@ -69,6 +75,8 @@ class Keeper:
         self.mirror_stride = place.mirror_stride
         self.expected_collectives = 1
         self.resumed_report_due = False
+        self.reformed = False
+        """The groups were re-formed, and training has not gone on since."""
         self.finding: Finding | None = None
         self.unsettled = False
         """In the first steps of a run, until DDP uses the buckets that it keeps."""
@@ -118,7 +126,14 @@ class Keeper:
     def _interrupt(self) -> None:
         # A joiner that rehearses waits for nobody; it comes to its orders by itself.
         if self.has_state or self.cursor is not None:
-            self.groups.abort(self.inbox.generation)
+            self.abort(self.inbox.generation)
+
+    def abort(self, generation: int) -> None:
+        """Free the training thread from whatever it waits for in older generations. Any thread."""
+        self.groups.abort(generation)
+        mirror = self._mirror
+        if mirror is not None and mirror.generation < generation:
+            mirror.cancel()
 
     # ------------------------------------------------------------ the step
 
@@ -136,7 +151,8 @@ class Keeper:
         # Until the first comparison every buffer may be private.
         self.registry.private |= {name for name, _ in self.registry.buffers()}
         step = self.boundary.step
-        self.open_mirror(step, encode_entry(step, cursor.position(), self._private()))
+        entry = encode_entry(step, cursor.position(), self._private())
+        self.open_mirror(step, entry, self.generation)
         self.page.count_launches_from_here()
         self.page.set_committed(self.boundary.step - 1)
         self.log.start_at(self.boundary.step)
@@ -173,7 +189,7 @@ class Keeper:
         assert self.cursor.has_batches, "a step has batches, and its entry says which come next"
         position = self.cursor.position_after()
         self._record(encode_entry(self.boundary.step + 1, position, self._private()))
-        self._drawn = torch.get_rng_state()
+        self._drawn = torch.get_rng_state() if _is_watched(self.boundary.step) else None
 
     def _record(self, payload: bytes) -> None:
         assert self.ring is not None, "memory is opened before the first step"
@@ -293,7 +309,7 @@ class Keeper:
         self.boundary.torn = True
         self.has_state = False
 
-    def open_mirror(self, boundary: int, payload: bytes) -> None:
+    def open_mirror(self, boundary: int, payload: bytes, generation: int) -> None:
         """Give a boundary's entry its two homes; the world agrees on the size of an entry."""
         place = self.place
         capacity = payload_bytes_max(largest(self.groups, len(payload)))
@@ -301,9 +317,11 @@ class Keeper:
             ring_path(place.room, place.rank, place.incarnation), payload_bytes_max=capacity
         )
         self.ring.put(boundary, payload)
+        if self._mirror is not None:
+            self._mirror.close()
         stride = self.mirror_stride if place.world_size > 1 else 0
-        self._mirror = Mirror(self.groups.side, place.room, place.rank, place.world_size, stride)
-        self._mirror.open(capacity)
+        self._mirror = Mirror(place, generation, self.secret, stride)
+        self._mirror.open(self.groups.side, capacity)
         self._mirror.send(boundary, payload)
         self._mirror.finish()
         # Nobody goes on before every entry has its second home.
@@ -342,7 +360,8 @@ class Keeper:
         assert self.cursor is not None, "a step has a cursor"
         if fresh or self.boundary.step == _COMPARE_AT[0]:
             step = self.boundary.step
-            self.open_mirror(step, encode_entry(step, self.cursor.position(), self._private()))
+            entry = encode_entry(step, self.cursor.position(), self._private())
+            self.open_mirror(step, entry, self.generation)
 
     # ------------------------------------------------------------ faults
 

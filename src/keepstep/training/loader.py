@@ -35,6 +35,7 @@ class Cursor:
         """Loader workers that a standby started ahead of time, for the first pass it enters."""
         self._iterator: Iterator[Any] | None = None
         self._current: list[Any] | None = None
+        self._samples_after = 0
 
     def peek(self) -> list[Any] | None:
         """The batches of the current step; None at the end of the data."""
@@ -44,6 +45,7 @@ class Cursor:
             group = list(itertools.islice(self._iterator, self.accumulate or 1))
             if group:
                 self._current = group
+                self._samples_after = self.samples + sum(count_samples(batch) for batch in group)
             else:
                 self.pass_number, self.index, self._iterator = self.pass_number + 1, 0, None
         return self._current
@@ -65,12 +67,10 @@ class Cursor:
 
     def position_after(self) -> dict[str, int]:
         """Where the cursor stands once the current step is in."""
-        group = self._current or []
-        return {
-            "pass": self.pass_number,
-            "index": self.index + len(group),
-            "samples": self.samples + sum(count_samples(batch) for batch in group),
-        }
+        if self._current is None:
+            return self.position()
+        index = self.index + len(self._current)
+        return {"pass": self.pass_number, "index": index, "samples": self._samples_after}
 
     def seek(self, position: dict[str, int]) -> None:
         """Go to a recorded place. Nothing is loaded before the next peek."""

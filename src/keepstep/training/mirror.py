@@ -1,9 +1,10 @@
 """The second home of a rank's private state.
 
-Each rank sends its entry for the coming boundary to the rank `mirror_stride` seats on, over the
-data plane, just before its first gradient collective. There is no acknowledgement to wait for: the
-neighbour withholds its own last gradient collective until it holds my entry in shared memory, so
-nobody can finish the step's gradients, let alone apply them, before every entry has two homes.
+Each rank sends its entry for the coming boundary to the rank `mirror_stride` seats on, worker to
+worker (exchange.py), just before its first gradient collective. There is no acknowledgement to wait
+for: the neighbour withholds its own last gradient collective until it holds my entry in shared
+memory, so nobody can finish the step's gradients, let alone apply them, before every entry has two
+homes.
 
         rank r   forward | entry -> r+k | bucket bucket … bucket(last) | update
         rank r+k forward | entry -> …   | bucket bucket … (has r's entry?) bucket(last) | update
@@ -12,8 +13,8 @@ nobody can finish the step's gradients, let alone apply them, before every entry
 from __future__ import annotations
 
 import base64
+import hashlib
 import socket
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ from typing import Any
 import torch
 
 from keepstep import wire
-from keepstep.errors import Permanent, WireError
+from keepstep.errors import WireError
 from keepstep.model import Endpoint, JobId, Rank
 from keepstep.page import Ring, find_entry, mirror_path
+from keepstep.training.exchange import Exchange
 from keepstep.training.private import tensor_bytes
+from keepstep.training.seat import Place
 
-_FRAME = struct.Struct("<qq")
 _TAG = 11
+_ENDPOINT_BYTES = 64
+CONNECT_SECONDS_MAX = 10.0
 FETCH_SECONDS_MAX = 5.0
 
 
@@ -39,65 +43,77 @@ def payload_bytes_max(longest: int) -> int:
 class Mirror:
     """Exchanges entries with the neighbours of one generation."""
 
-    def __init__(self, side: Any, room: Path, rank: int, world_size: int, stride: int) -> None:
-        self._side = side
-        self._room = room
-        self._to = (rank + stride) % world_size
-        self._from = (rank - stride) % world_size
-        self.enabled = stride % world_size != 0
+    def __init__(self, place: Place, generation: int, secret: str, stride: int) -> None:
+        self.generation = generation
+        self.enabled = stride % place.world_size != 0
+        self._room = place.room
+        self._to = (place.rank + stride) % place.world_size
+        self._from = (place.rank - stride) % place.world_size
         self._ring: Ring | None = None
-        self._outgoing: tuple[Any, torch.Tensor] | None = None
-        self._incoming: tuple[Any, torch.Tensor] | None = None
+        self._exchange: Exchange | None = None
+        self._awaits = False
+        if self.enabled:
+            known = f"{secret}/{generation}/mirror".encode()
+            self._exchange = Exchange(place.address, hashlib.sha256(known).digest())
 
-    def open(self, capacity: int) -> None:
-        """Agree on the size of an entry; all ranks call this with the same capacity."""
-        if not self.enabled:
+    def open(self, side: Any, capacity: int) -> None:
+        """Connect, and make room for entries; all ranks call this with the same capacity."""
+        if self._exchange is None:
             return
-        path = mirror_path(self._room, self._from)
-        self._ring = Ring(path, payload_bytes_max=capacity)
-        self._send_buffer = torch.zeros(_FRAME.size + capacity, dtype=torch.uint8)
-        self._receive_buffer = torch.zeros(_FRAME.size + capacity, dtype=torch.uint8)
+        # Who sends to me must know where I listen, and I where my own mirror does.
+        mine = _endpoint_tensor(self._exchange.endpoint)
+        told = side.send([mine], self._from, _TAG)
+        theirs = torch.zeros(_ENDPOINT_BYTES, dtype=torch.uint8)
+        side.recv([theirs], self._to, _TAG).wait()
+        told.wait()
+        self._ring = Ring(mirror_path(self._room, self._from), payload_bytes_max=capacity)
+        self._exchange.connect(_endpoint_of(theirs), CONNECT_SECONDS_MAX)
 
     def send(self, boundary: int, payload: bytes) -> None:
         """Start the exchange of one entry. An exchange in flight is settled first."""
-        if not self.enabled:
+        if self._exchange is None:
             return
         self.settle()
-        if self._outgoing is not None:
-            self._outgoing[0].wait()
-        buffer = self._send_buffer
-        frame = _FRAME.pack(boundary, len(payload)) + payload
-        if len(frame) > buffer.numel():
-            raise Permanent(f"private state grew to {len(payload)} bytes, over its mirror's room")
-        buffer[: len(frame)] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        self._incoming = (
-            self._side.recv([self._receive_buffer], self._from, _TAG),
-            self._receive_buffer,
-        )
-        self._outgoing = (self._side.send([buffer], self._to, _TAG), buffer)
+        self._exchange.send(boundary, payload)
+        self._awaits = True
 
     def settle(self) -> None:
         """Wait for the neighbour's entry and put it where it outlives this process."""
-        if self._incoming is None:
+        if not self._awaits:
             return
-        work, buffer = self._incoming
-        work.wait()
-        self._incoming = None
-        boundary, length = _FRAME.unpack(tensor_bytes(buffer[: _FRAME.size]))
-        assert self._ring is not None, "a mirror is opened before it is used"
-        payload = tensor_bytes(buffer[_FRAME.size : _FRAME.size + length])
+        assert self._exchange is not None and self._ring is not None, "opened before it is used"
+        boundary, payload = self._exchange.take()
+        self._awaits = False
         self._ring.put(boundary, payload)
 
     @property
     def settled(self) -> bool:
-        return self._incoming is None
+        return not self._awaits
 
     def finish(self) -> None:
         """Let go of what is in flight at the end of a step."""
         self.settle()
-        if self._outgoing is not None:
-            self._outgoing[0].wait()
-            self._outgoing = None
+        if self._exchange is not None:
+            self._exchange.flush()
+
+    def cancel(self) -> None:
+        """Free the training thread if it waits here. Any thread."""
+        if self._exchange is not None:
+            self._exchange.cancel()
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+
+
+def _endpoint_tensor(endpoint: Endpoint) -> torch.Tensor:
+    raw = f"{endpoint.host} {endpoint.port}".encode().ljust(_ENDPOINT_BYTES)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def _endpoint_of(told: torch.Tensor) -> Endpoint:
+    host, port = tensor_bytes(told).decode().split()
+    return Endpoint(host, int(port))
 
 
 def fetch_entry(

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from keepstep import sabotage, wire
 from keepstep.model import Move
 from keepstep.training import transport
-from keepstep.training.capsule import digest
 from keepstep.training.groups import Groups, GroupsBroken, decode_log, encode_log, merge_logs
 from keepstep.training.private import tensor_bytes
 from keepstep.training.registry import Registry
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
 
 _TAG_LENGTH, _TAG_HEADER = 21, 22
-SLICE_BYTES = 256 * 1024
+SLICE_BYTES = 32 * 1024
+"""A step's share of the rotating digest: little enough to vanish in a step."""
 _AGREE_SECONDS_MAX = 10.0
 _AGREE_PATIENCE = timedelta(milliseconds=100)
 
@@ -191,7 +191,8 @@ class SliceDigest:
         if not self._slices:
             return ""
         flat, first = self._slices[step % len(self._slices)]
-        return digest(flat[first : first + _per_slice(flat)])
+        raw = tensor_bytes(flat[first : first + _per_slice(flat)])
+        return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
 def _per_slice(tensor: torch.Tensor) -> int:

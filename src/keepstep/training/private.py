@@ -41,6 +41,34 @@ def read_randomness() -> Randomness:
     )
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Generators:
+    """The same, as the generators themselves say it: for going back within one process."""
+
+    torch_cpu: torch.Tensor
+    python: tuple[Any, ...]
+    numpy: Any
+    cuda: list[torch.Tensor]
+
+    @classmethod
+    def now(cls) -> Generators:
+        numpy = sys.modules.get("numpy")
+        return cls(
+            torch.get_rng_state(),
+            random.getstate(),
+            numpy.random.get_state() if numpy is not None else None,
+            torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        )
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch_cpu)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
 def restore_randomness(state: Randomness) -> None:
     torch.set_rng_state(_bytes_tensor(state.torch_cpu))
     _restore_python(state.python)
@@ -106,7 +134,9 @@ def decode_entry(payload: bytes) -> PrivateEntry:
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """A copy of a tensor's bytes. By address, because torch's own way needs numpy installed."""
-    flat = tensor.detach().cpu().contiguous()
+    # Asked first, because a step comes here for each private tensor.
+    plain = tensor.is_cpu and tensor.is_contiguous()
+    flat = tensor if plain else tensor.detach().cpu().contiguous()
     return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
 
 

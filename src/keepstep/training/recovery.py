@@ -57,9 +57,12 @@ def obey(keeper: Keeper, order: wire.Order) -> bool:
 
 
 def _quiesce(keeper: Keeper, generation: int) -> None:
-    keeper.groups.abort(generation)
+    keeper.abort(generation)
     keeper.reach("quiesce")
     _end_finding(keeper)
+    if keeper.reformed:
+        # A round that did not end in training: perhaps because a remembered digest was stale.
+        keeper.registry.forget_digests()
     if keeper.boundary.unwind():
         assert keeper.cursor is not None, "a step has a cursor"
         keeper.cursor.advance()
@@ -87,6 +90,7 @@ def _vote_digest(keeper: Keeper) -> str:
 def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     place = keeper.place
     rank = Rank(place.rank)
+    keeper.reformed = True
     keeper.reach("reform")
 
     def overtaken() -> bool:
@@ -119,7 +123,7 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
             if not joining:
                 _end_finding(keeper)
                 # The batches too: the loop's body may hold them already and not ask again.
-                keeper.finding = Finding(keeper, reform, receiving=True)
+                keeper.finding = Finding(keeper, reform, receiving=True, known=payload)
                 keeper.finding.payload()
             keeper.arrive(reform.boundary, payload)
         return found
@@ -130,8 +134,8 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     keeper.reach("verify")
     # Before the mirrors are made anew: from here on the older boundary is not needed any more.
     digest = check(received)
-    keeper.open_mirror(reform.boundary, payload)
     keeper.secret = reform.membership.secret
+    keeper.open_mirror(reform.boundary, payload, generation)
     intact = keeper.has_state and keeper.boundary.step == reform.boundary
     seat = wire.SeatReport(rank, boundary=reform.boundary, intact=intact, digest=digest)
     keeper.report("Reform", Phase.VERIFY, seat, generation)
@@ -148,6 +152,7 @@ def _resume(keeper: Keeper, generation: int, resume: wire.Resume) -> None:
     assert keeper.has_state and keeper.boundary.step == resume.boundary, "verified state resumes"
     keeper.reach("resume")
     _end_finding(keeper)
+    keeper.reformed = False
     keeper.generation = generation
     keeper.page.set_generation(generation)
     if not sabotage.off("reset"):

@@ -247,6 +247,10 @@ class Registry:
             if name in received:
                 self._cache.remember(parameter, received[name])
 
+    def forget_digests(self) -> None:
+        """Look at every byte again: something that was remembered may have been wrong."""
+        self._cache.forget()
+
     def shared_digest(self, received: Mapping[str, str] | None = None) -> str:
         """One digest over all shared state, plain values included."""
         named = [pair for pair in self.digests(received) if pair[0] not in self.private]

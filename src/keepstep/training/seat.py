@@ -36,6 +36,8 @@ class Place:
     level: int
     socket: str
     room: Path
+    address: str
+    """Of this node, where other nodes' workers reach this one."""
     secret: str
     store: Endpoint
     mirror_stride: int
@@ -62,6 +64,7 @@ def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
         level=int(env.get("KEEPSTEP_LEVEL", "1")),
         socket=env["KEEPSTEP_SOCKET"],
         room=Path(env["KEEPSTEP_ROOM"]),
+        address=env.get("KEEPSTEP_ADDRESS", "127.0.0.1"),
         secret=env.get("KEEPSTEP_SECRET", ""),
         store=Endpoint(host, int(port)),
         mirror_stride=int(env.get("KEEPSTEP_MIRROR_STRIDE", "0")),

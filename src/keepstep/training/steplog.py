@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class StepLog:
         self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
         self._written: int | None = None
         self._head, self._head_due = "", 0
+        self._file = -1
 
     def remember(self, record: StepRecord) -> None:
         """A step was applied here; it is not committed yet."""
@@ -55,7 +56,7 @@ class StepLog:
         self._records.extend(kept)
 
     def records(self) -> list[dict[str, Any]]:
-        return [asdict(record) for record in self._records]
+        return [_plain(record) for record in self._records]
 
     def adopt(self, records: list[dict[str, Any]]) -> None:
         """A joiner takes its source's memory of the last steps."""
@@ -73,14 +74,22 @@ class StepLog:
             self._written = last_step(self.path)
         fresh = [r for r in self._records if self._written < r.step <= step]
         if fresh:
-            lines = [json.dumps({**asdict(r), "samples": list(r.samples)}) for r in fresh]
+            lines = [_plain(r) for r in fresh]
             if head and (head != self._head or fresh[-1].step >= self._head_due):
-                last = json.loads(lines[-1])
-                lines[-1] = json.dumps({**last, "head": head})
+                lines[-1]["head"] = head
                 self._head, self._head_due = head, fresh[-1].step + HEAD_EVERY_STEPS
-            _append(self.path, "".join(line + "\n" for line in lines))
+            self._append(lines)
             self._written = fresh[-1].step
         return fresh
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        """In one write, so that a death leaves at most the last line cut short."""
+        assert self.path is not None, "only who has a path writes"
+        if self._file < 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._file = os.open(self.path, flags, 0o644)
+        os.write(self._file, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def start_at(self, boundary: int) -> None:
         """A first generation, or one after a fallback: say so if lines of later steps exist."""
@@ -88,7 +97,7 @@ class StepLog:
             return
         written = last_step(self.path)
         if written >= boundary:
-            _append(self.path, json.dumps({"fallback_to": boundary}) + "\n")
+            self._append([{"fallback_to": boundary}])
             written = boundary - 1
         self._written = written
         self.commit(boundary - 1, "")
@@ -111,7 +120,10 @@ def last_step(path: Path) -> int:
     return int(last["step"]) if "step" in last else int(last["fallback_to"]) - 1
 
 
-def _append(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(text)
+def _plain(record: StepRecord) -> dict[str, Any]:
+    return {
+        "step": record.step,
+        "generation": record.generation,
+        "samples": list(record.samples),
+        "digest": record.digest,
+    }
