@@ -97,8 +97,8 @@ def options() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--steps", type=int, default=STEPS_MIN, help="per arm, at least")
-    parser.add_argument("--segments", type=int, default=3, help="fresh starts of all three jobs")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--segments", type=int, default=5, help="fresh starts of all three jobs")
+    parser.add_argument("--batch", type=int, default=64, help="per rank")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a try-out; proves nothing")
     args = parser.parse_args()
@@ -115,11 +115,14 @@ def measure(world: int, args: argparse.Namespace) -> dict[str, Any]:
         segment = run_segment(world, args, first_round=len(rounds))
         segments.append(segment)
         rounds += segment["rounds"]
-        so_far = sum(r["keepstep"] for r in rounds) / sum(r["bare"] for r in rounds)
+        so_far, control_so_far = (
+            sum(r[arm] for r in rounds) / sum(r["bare"] for r in rounds)
+            for arm in ("keepstep", "control")
+        )
         step_ms = 1000 * rounds[-1]["bare"] / (2 * segment["block_steps"])
         print(
             f"{world} ranks, segment {number + 1}/{args.segments}: {len(rounds)} rounds, "
-            f"bare step {step_ms:.1f} ms, ratio so far {so_far:.4f}",
+            f"bare step {step_ms:.1f} ms, ratio so far {so_far:.4f}, control {control_so_far:.4f}",
             flush=True,
         )
     bare = [r["bare"] for r in rounds]
@@ -149,7 +152,11 @@ def run_segment(world: int, args: argparse.Namespace, first_round: int) -> dict[
         wanted = -(-args.steps // (2 * block * args.segments))
         for arm in arms:
             arm.blocks.clear()
-        rounds = [one_round(arms, block, first_round + n) for n in range(wanted)]
+        rounds = []
+        for n in range(wanted):
+            rounds.append(one_round(arms, block, first_round + n))
+            if sys.stderr.isatty():
+                print(f"\r{world} ranks: round {n + 1}/{wanted} ", end="", file=sys.stderr)
         # Before the end, while everything of it still runs: did it take our stops for faults?
         protected.thaw()
         alarms = false_alarms(keeper, protected)

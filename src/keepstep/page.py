@@ -140,8 +140,17 @@ _SLOT_HEADER = struct.Struct("<qqq")
 class Ring:
     """The last few private states of one rank: opaque payloads, one slot per boundary."""
 
-    def __init__(self, path: Path, *, payload_bytes_max: int | None = None) -> None:
-        """With `payload_bytes_max` a new ring is made in place of an older one; without, opened."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        payload_bytes_max: int | None = None,
+        first: tuple[int, bytes | memoryview] | None = None,
+    ) -> None:
+        """With `payload_bytes_max` a new ring is made in place of an older one; without, opened.
+
+        A new one takes the older one's place with its `first` entry in it.
+        """
         self.path = path
         if payload_bytes_max is not None:
             size = _RING_HEADER.size + RING_SLOTS * (_SLOT_HEADER.size + payload_bytes_max)
@@ -151,8 +160,10 @@ class Ring:
             _RING_HEADER.pack_into(memory, 0, _MAGIC, RING_SLOTS, payload_bytes_max)
             for slot in range(RING_SLOTS):
                 _SLOT_HEADER.pack_into(memory, self._slot_at(slot, payload_bytes_max), -1, 0, 0)
+            self.memory, self.payload_bytes_max = memory, payload_bytes_max
+            if first is not None:
+                self.put(*first)
             os.replace(fresh, path)
-            self.memory = memory
         else:
             self.memory = _map(path, path.stat().st_size)
         magic, _, self.payload_bytes_max = _RING_HEADER.unpack_from(self.memory, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import random
 import signal
 import struct
 import threading
@@ -449,3 +450,36 @@ def reach_of_timeouts(store, rank, size):
         dist.recv(tensor, 0)
     dist.all_reduce(tensor)
     return tensor.item()
+
+
+def aborts_amid_launches(store, rank, size, rounds):
+    """Collectives as fast as they go, and an abort at some moment of one of them, again and again.
+
+    Returns the longest time from an abort until the training thread was free.
+    """
+    groups = groups_of(store, rank, size)
+    formed(store, size)
+    moment = random.Random(rank)
+    buffer = torch.zeros(256)
+    slowest = 0.0
+    for generation in range(1, rounds + 1):
+        store.barrier(f"round/{generation}", size)
+        struck = []
+
+        def abort(generation=generation, struck=struck):
+            time.sleep(moment.uniform(0.002, 0.006))
+            struck.append(time.monotonic())
+            groups.abort(generation)
+
+        aborter = threading.Thread(target=abort, daemon=True)
+        aborter.start()
+        try:
+            while True:
+                dist.broadcast(buffer, 0)
+        except RuntimeError:
+            freed = time.monotonic()
+        aborter.join()
+        slowest = max(slowest, freed - struck[0])
+        store.barrier(f"out/{generation}", size)
+        groups.reform(store, "again", generation)
+    return slowest

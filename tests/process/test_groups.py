@@ -127,6 +127,12 @@ def test_fifty_reforms_leak_neither_threads_nor_descriptors(implementation):
             assert late[1] <= early[1] + 2
 
 
+def test_an_abort_in_the_very_moment_of_a_launch_frees_it_as_well(implementation):
+    """Gloo loses an operation whose first write fails, and waits for it until its timeout."""
+    with World(implementation) as world:
+        assert max(world.run(3, jobs.aborts_amid_launches, 40)) < 2.0
+
+
 def test_hooks_fire_before_the_first_and_the_nth_collective_of_each_attempt(implementation):
     with World(implementation) as world:
         for seen, per_step, counted, shared, raised in world.run(2, jobs.hooks):

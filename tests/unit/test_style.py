@@ -33,6 +33,7 @@ BANNED_NAMES: frozenset[str] = frozenset(
 BROAD_EXCEPT_ALLOWED: Mapping[str, str] = {
     "agent/run.py": "the agent's outermost loop",
     "orchestrator/run.py": "the orchestrator's outermost loop",
+    "training/errand.py": "the thread's outermost frame: what the work raises is kept",
     "training/finding.py": "the thread's outermost frame: what the user's code raises is kept",
     "cli/__init__.py": "the command's outermost frame",
     "cli/main.py": "the command's outermost frame",

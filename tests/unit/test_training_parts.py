@@ -235,6 +235,16 @@ def test_an_unwound_step_leaves_no_trace(steps_before: int) -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
+def test_a_registered_generator_goes_back_with_a_broken_attempt() -> None:
+    registry, noise = Registry(), torch.Generator().manual_seed(3)
+    registry.add("noise", noise)
+    boundary = Boundary(registry)
+    boundary.begin()
+    first = torch.rand(4, generator=noise)
+    boundary.unwind()
+    assert torch.equal(torch.rand(4, generator=noise), first)
+
+
 def test_a_step_broken_after_its_update_is_whole_only_with_its_tail_done() -> None:
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

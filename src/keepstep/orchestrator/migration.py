@@ -107,12 +107,13 @@ def _fault(turn: Turn, job: Job, fault: Fault) -> None:
 def _after_fault(turn: Turn, job: Job, fault: Fault) -> None:
     migration, _ = _the(job)
     worn_out = f"{migration.recoveries} recoveries did not end it"
-    if migration.recoveries > job.spec.policy.recoveries_max and not job.begun:
+    often = migration.recoveries > job.spec.policy.recoveries_max and migration.purpose != "save"
+    if often and not job.begun and migration.phase is not Phase.FALLBACK:
         # Nothing to save. Workers that all stand still can only be killed and started anew.
-        fall_back(turn, job, f"the first step was never made: {worn_out}")
+        fall_back(turn, job, f"the first step was never made: {worn_out}", outcome="restart")
     elif migration.recoveries > 2 * job.spec.policy.recoveries_max:
         fall_back(turn, job, worn_out)
-    elif migration.recoveries > job.spec.policy.recoveries_max and migration.purpose != "save":
+    elif often and job.begun:
         # The survivors' state is whole: leaving with a checkpoint of it loses nothing.
         _save_asked(turn, job, SaveAsked(worn_out))
     elif migration.phase is Phase.FALLBACK:

@@ -119,8 +119,11 @@ def _compare_workers(turn: Turn, state: NodeState, facts: tuple[WorkerFact, ...]
 
 def _seated(state: NodeState, job: JobId) -> set[tuple[JobId, Rank, int]]:
     """Who of a job has its seat on this node. What else runs there proves nothing."""
-    users = (user for user in state.uses.values() if user.job == job and user.rank >= 0)
-    return {(user.job, user.rank, user.incarnation) for user in users}
+    return {
+        (user.job, user.rank, user.incarnation)
+        for user in state.uses.values()
+        if user.job == job and user.rank >= 0 and not user.fenced
+    }
 
 
 def _rightful(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:

@@ -30,6 +30,7 @@ _LEARNING_STEPS = 2
 @dataclass(slots=True)
 class _Snapshot:
     generators: Generators
+    registered: dict[str, torch.Tensor]
     others: dict[str, Any]
     groups: dict[str, list[dict[str, Any]]]
 
@@ -60,7 +61,12 @@ class Boundary:
 
     def begin(self) -> None:
         """Snapshot what the forward pass may change."""
-        self._snapshot = _Snapshot(Generators.now(), self._others(), self._groups())
+        self._snapshot = _Snapshot(
+            Generators.now(),
+            {name: g.get_state() for name, g in self.registry.generators.items()},
+            self._others(),
+            self._groups(),
+        )
         self._shadow_buffers()
         self.in_attempt = True
         self.updating = self.updated = False
@@ -160,6 +166,8 @@ class Boundary:
                 group.update(before)
         if not sabotage.off("rng"):
             snapshot.generators.restore()
+            for name, state in snapshot.registered.items():
+                self.registry.generators[name].set_state(state)
 
     def arrive(self, step: int) -> None:
         """State of another boundary was received and verified."""

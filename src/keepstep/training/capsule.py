@@ -3,7 +3,8 @@
 For: saying exactly which bytes make up a rank's state (`Manifest`), cutting them into chunks that
 several sources can send at once (`plan_chunks`), and comparing holders (`digest`, `combine`).
 
-Must never: copy the state; answer from a cache for a tensor that may have changed unseen.
+Must never: copy the state; remember the digest of a tensor that an optimizer or a forward pass
+changes.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class Errand(Generic[T]):
-    """One call on a daemon thread. Only a RuntimeError is handed over: c10d raises no other."""
+    """One call on a daemon thread; what it raises is raised to whoever asks for its result."""
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:
         self._over = threading.Event()
         self._made: list[T] = []
-        self._trouble: RuntimeError | None = None
+        self._trouble: Exception | None = None
         self._work = work
         self._name = name
 
@@ -45,7 +45,7 @@ class Errand(Generic[T]):
     def _run(self) -> None:
         try:
             self._made.append(self._work())
-        except RuntimeError as error:
+        except Exception as error:
             self._trouble = error
         finally:
             self._over.set()

@@ -7,8 +7,11 @@ four threads per message for its handshake, in the middle of everybody's backwar
     rank r    connect -> r+k's listener, prove the generation's secret;   send(frame)
     rank r+k  accept                                                      take() -> frame
 
-Must never: block in `send`; close a socket from another thread (`cancel` only shuts down); believe
-a peer that does not know the secret.
+What does not fit into the socket leaves while this rank waits for its neighbour's message, and
+after that on a thread: nobody's message may depend on when another rank comes back to its own.
+
+Must never: hold a collective back for the neighbour's reading; close a socket from another thread
+(`cancel` only shuts down); believe a peer that does not know the secret.
 """
 
 from __future__ import annotations
@@ -23,28 +26,35 @@ import time
 from typing import Any
 
 from keepstep.model import Endpoint
+from keepstep.training.errand import Errand
 from keepstep.training.inner import GroupsBroken
 
 _FRAME = struct.Struct("<qq")
-_HELLO_BYTES = 32
+HELLO_BYTES = 32
+_HELLO_SECONDS_MAX = 1.0
 _LOOK_SECONDS = 1.0
 
 
 class Exchange:
     """Connected to two neighbours: what is sent goes to one, what is taken comes from the other."""
 
-    def __init__(self, address: str, hello: bytes) -> None:
-        """Listens at once; `hello` is what both sides of a connection must know."""
-        assert len(hello) == _HELLO_BYTES, "a hello has a fixed size, so that it is read whole"
-        self._hello = hello
+    def __init__(self, address: str, said: bytes, expected: bytes) -> None:
+        """Listens at once. Whom I connect to hears `said`; who connects to me says `expected`."""
+        assert len(said) == len(expected) == HELLO_BYTES, "fixed, so that a hello is read whole"
+        self._said, self._expected = said, expected
         self._lock = threading.Lock()
         self._cancelled = False
-        family = _resolve(Endpoint(address, 0))[0]
-        self._listener = socket.create_server((address, 0), family=family, backlog=8)
+        try:
+            family = _resolve(Endpoint(address, 0))[0]
+            self._listener = socket.create_server((address, 0), family=family, backlog=8)
+        except OSError as error:
+            raise GroupsBroken(f"no listener on {address} for a neighbour: {error}") from error
+        self._sockets = [self._listener]
         self._out: socket.socket | None = None
         self._in: socket.socket | None = None
         self._left = memoryview(b"")
         """What did not fit into the socket yet."""
+        self._pusher: Errand[None] | None = None
         self._buffer = bytearray(1 << 16)
 
     @property
@@ -57,16 +67,18 @@ class Exchange:
         deadline = time.monotonic() + seconds_max
         try:
             family, where = _resolve(there)
-            out = socket.socket(family, socket.SOCK_STREAM)
-            self._own("_out", out)  # before it connects: a node that is gone does not answer
+            # Owned before it connects: a node that is gone does not answer.
+            out = self._own(socket.socket(family, socket.SOCK_STREAM))
             out.settimeout(seconds_max)
             out.connect(where)
+            self._check()
             out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            out.sendall(self._hello)
-            self._own("_in", self._accept(deadline))
+            out.sendall(self._said)
+            self._in = self._accept(deadline)
             out.setblocking(False)
+            self._out = out
         except OSError as error:
-            raise GroupsBroken(f"no mirror connection with a neighbour: {error}") from error
+            raise GroupsBroken(f"no connection with a neighbour: {error}") from error
 
     def send(self, boundary: int, payload: bytes) -> None:
         """Hand a frame to the network; what does not fit at once leaves with take and flush."""
@@ -79,49 +91,69 @@ class Exchange:
         boundary, length = _FRAME.unpack(self._read(_FRAME.size))
         if length > len(self._buffer):
             self._buffer = bytearray(length)
-        return boundary, self._read(length)
+        frame = self._read(length)
+        if self._left and self._pusher is None:
+            # My own frame must not wait for this thread, which has a collective to launch now.
+            self._pusher = Errand("keepstep-push", self._push_all)
+            self._pusher.start()
+        return boundary, frame
 
     def flush(self) -> None:
         """Until everything that was sent has left."""
-        while not self._push():
-            self._wait(reading=False)
+        if self._pusher is not None:
+            self._pusher.wait()
+            pusher, self._pusher = self._pusher, None
+            pusher.result()
+        self._push_all()
 
     def cancel(self) -> None:
         """Free whoever waits here, for good. Any thread, any number of times."""
         with self._lock:
             self._cancelled = True
-            held = [s for s in (self._listener, self._out, self._in) if s is not None]
-        for each in held:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+            for each in self._sockets:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Give the sockets back. The training thread only."""
         self.cancel()
-        for each in (self._listener, self._out, self._in):
-            if each is not None:
+        if self._pusher is not None:
+            self._pusher.wait()
+        with self._lock:
+            for each in self._sockets:
                 each.close()
+            self._sockets = []
 
     # ------------------------------------------------------------ inside
 
-    def _own(self, name: str, made: socket.socket) -> None:
+    def _own(self, made: socket.socket) -> socket.socket:
+        """From here on a cancel reaches it."""
         with self._lock:
-            setattr(self, name, made)
-            if self._cancelled:
-                raise GroupsBroken("the mirror was given up while it was being connected")
+            self._sockets.append(made)
+        self._check()
+        return made
+
+    def _check(self) -> None:
+        if self._cancelled:
+            raise GroupsBroken("the exchange was given up while it was being connected")
 
     def _accept(self, deadline: float) -> socket.socket:
         while True:
             self._listener.settimeout(max(0.001, deadline - time.monotonic()))
-            peer, _ = self._listener.accept()
-            peer.settimeout(max(0.001, deadline - time.monotonic()))
-            said = b""
-            while len(said) < _HELLO_BYTES and (piece := peer.recv(_HELLO_BYTES - len(said))):
-                said += piece
-            if hmac.compare_digest(said, self._hello):
+            peer = self._own(self._listener.accept()[0])
+            peer.settimeout(_HELLO_SECONDS_MAX)
+            if hmac.compare_digest(_heard(peer), self._expected):
                 peer.setblocking(False)
                 return peer
-            peer.close()  # A stranger, or a rank of another generation.
+            # A stranger, or a rank of another generation.
+            with self._lock:
+                self._sockets.remove(peer)
+                peer.close()
+            self._check()
+
+    def _push_all(self) -> None:
+        while not self._push():
+            self._wait(reading=False)
 
     def _push(self) -> bool:
         """Send what the socket takes; True when nothing is left."""
@@ -162,9 +194,17 @@ class Exchange:
         if self._left:
             poll.register(self._out, select.POLLOUT)
         while not poll.poll(1000 * _LOOK_SECONDS):
-            if self._cancelled:
-                raise GroupsBroken("the mirror was given up")
+            self._check()
         self._push()
+
+
+def _heard(peer: socket.socket) -> bytes:
+    """What a new peer says first; less than a hello if it says too little, too late."""
+    said = b""
+    with contextlib.suppress(OSError):
+        while len(said) < HELLO_BYTES and (piece := peer.recv(HELLO_BYTES - len(said))):
+            said += piece
+    return said
 
 
 def _resolve(endpoint: Endpoint) -> tuple[socket.AddressFamily, tuple[Any, ...]]:

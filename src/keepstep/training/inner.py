@@ -130,6 +130,8 @@ class Formation:
         self._backends.clear()
         self._devices = []
         self._store = None
+        for sockets in self._sockets:
+            sockets.release()
 
     def _connect(self, specs: Sequence[InnerSpec], sockets: _Sockets) -> list[Any]:
         built: list[Any] = []
@@ -178,12 +180,18 @@ class _Sockets:
 
     The first shut-down settles it too. From then on the caller has gone on, and what appears is
     the next generation's: a lost construction that still looked would take those down with it.
+
+    Only the reading side is shut down, which ends every wait in Gloo. Gloo loses an operation whose
+    first write fails: had this rank, or the peer it writes to, shut down writing as well, one that
+    is launched in that very moment would be waited for until the group's timeout. For the same
+    reason the sockets are held open until the next generation stands.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._before = frozenset(_socket_inodes().values())
         self._owned: dict[int, str] | None = None
+        self._held: dict[str, socket.socket] = {}
 
     def settle(self) -> dict[int, str]:
         with self._lock:
@@ -194,7 +202,16 @@ class _Sockets:
 
     def shut_down(self) -> None:
         for fd, link in self.settle().items():
-            _shut_down(fd, link)
+            with self._lock:
+                if link not in self._held and (held := _shut_down(fd, link)) is not None:
+                    self._held[link] = held
+
+    def release(self) -> None:
+        """Nobody writes to them any more."""
+        with self._lock:
+            for held in self._held.values():
+                held.close()
+            self._held = {}
 
 
 def _socket_inodes() -> dict[int, str]:
@@ -213,21 +230,26 @@ def _link(fd: int) -> str:
         return ""  # closed since it was listed
 
 
-def _shut_down(fd: int, link: str) -> None:
-    """Shut down `fd` if it still is the socket we saw: numbers are reused by other threads."""
+def _shut_down(fd: int, link: str) -> socket.socket | None:
+    """End reading from `fd` if it still is the socket we saw: numbers are reused by other threads.
+
+    Returns a second hold on it, by which it stays open; None if it is none of ours to end.
+    """
     try:
         pinned = os.dup(fd)
     except OSError:
-        return
+        return None
     # The check comes after the dup, so that nobody can put another socket there in between.
     if _link(pinned) != link:
         os.close(pinned)
-        return
-    with socket.socket(fileno=pinned) as held:
-        if held.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        try:
+        return None
+    held = socket.socket(fileno=pinned)
+    try:
+        if held.family in (socket.AF_INET, socket.AF_INET6):
             held.getpeername()  # a listener has none; Gloo's loop dies if its listener does
-            held.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
+            held.shutdown(socket.SHUT_RD)
+            return held
+    except OSError:
+        pass
+    held.close()
+    return None

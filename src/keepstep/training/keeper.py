@@ -313,10 +313,8 @@ class Keeper:
         """Give a boundary's entry its two homes; the world agrees on the size of an entry."""
         place = self.place
         capacity = payload_bytes_max(largest(self.groups, len(payload)))
-        self.ring = Ring(
-            ring_path(place.room, place.rank, place.incarnation), payload_bytes_max=capacity
-        )
-        self.ring.put(boundary, payload)
+        path = ring_path(place.room, place.rank, place.incarnation)
+        self.ring = Ring(path, payload_bytes_max=capacity, first=(boundary, payload))
         if self._mirror is not None:
             self._mirror.close()
         stride = self.mirror_stride if place.world_size > 1 else 0
@@ -399,16 +397,18 @@ class Keeper:
                 # A peer died while we re-formed: the next generation's orders are on their way.
                 if not self.is_fault(error):
                     raise
-                self._report_broken(error)
+                if not self.inbox.pending:
+                    self._report_broken(error, order.generation)
 
-    def _report_broken(self, error: BaseException) -> None:
+    def _report_broken(self, error: BaseException, generation: Generation) -> None:
+        """Only about the generation that broke: the next one knows nothing of it."""
         place = self.place
         self._link.send(
             wire.WorkerBroken(
                 place.job,
                 Rank(place.rank),
                 place.incarnation,
-                Generation(self.inbox.generation),
+                generation,
                 self.boundary.step,
                 f"while recovering: {str(error).strip()[:300]}",
             )

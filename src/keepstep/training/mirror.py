@@ -52,9 +52,11 @@ class Mirror:
         self._ring: Ring | None = None
         self._exchange: Exchange | None = None
         self._awaits = False
+        self._capacity = 0
         if self.enabled:
-            known = f"{secret}/{generation}/mirror".encode()
-            self._exchange = Exchange(place.address, hashlib.sha256(known).digest())
+            said = _hello(secret, generation, place.rank, self._to)
+            expected = _hello(secret, generation, self._from, place.rank)
+            self._exchange = Exchange(place.address, said, expected)
 
     def open(self, side: Any, capacity: int) -> None:
         """Connect, and make room for entries; all ranks call this with the same capacity."""
@@ -66,7 +68,7 @@ class Mirror:
         theirs = torch.zeros(_ENDPOINT_BYTES, dtype=torch.uint8)
         side.recv([theirs], self._to, _TAG).wait()
         told.wait()
-        self._ring = Ring(mirror_path(self._room, self._from), payload_bytes_max=capacity)
+        self._capacity = capacity
         self._exchange.connect(_endpoint_of(theirs), CONNECT_SECONDS_MAX)
 
     def send(self, boundary: int, payload: bytes) -> None:
@@ -81,10 +83,16 @@ class Mirror:
         """Wait for the neighbour's entry and put it where it outlives this process."""
         if not self._awaits:
             return
-        assert self._exchange is not None and self._ring is not None, "opened before it is used"
+        assert self._exchange is not None, "opened before it is used"
         boundary, payload = self._exchange.take()
         self._awaits = False
-        self._ring.put(boundary, payload)
+        if self._ring is None:
+            # Not before the new entry is here: the old ring may be its rank's last home.
+            path = mirror_path(self._room, self._from)
+            first = (boundary, payload)
+            self._ring = Ring(path, payload_bytes_max=self._capacity, first=first)
+        else:
+            self._ring.put(boundary, payload)
 
     @property
     def settled(self) -> bool:
@@ -104,6 +112,11 @@ class Mirror:
     def close(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
+
+
+def _hello(secret: str, generation: int, sender: int, receiver: int) -> bytes:
+    """What only this generation's ranks can say, and only about this pair of them."""
+    return hashlib.sha256(f"{secret}/{generation}/{sender}>{receiver}".encode()).digest()
 
 
 def _endpoint_tensor(endpoint: Endpoint) -> torch.Tensor:

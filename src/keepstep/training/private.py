@@ -109,7 +109,7 @@ def encode_entry(
 
 
 def decode_entry(payload: bytes) -> PrivateEntry:
-    """Read an entry; trailing padding is allowed, because mirrors send fixed sizes."""
+    """Read an entry; trailing padding is allowed, because a ring's slots have a fixed size."""
     try:
         (length,) = _LENGTH.unpack_from(payload, 0)
         start = _LENGTH.size + length

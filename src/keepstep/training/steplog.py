@@ -19,6 +19,9 @@ RECORDS_KEPT = 8
 """Ranks differ by one step and a commit trails by one more; the rest is slack."""
 HEAD_EVERY_STEPS = 100
 """The journal's head is quoted when it moved, and this often in any case."""
+CLOSE_EVERY_LINES = RECORDS_KEPT // 2
+"""A network file system writes through when a file is closed, and what a lost node had not written
+must be what others still remember."""
 _TAIL_BYTES = 65536
 
 
@@ -43,7 +46,7 @@ class StepLog:
         self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
         self._written: int | None = None
         self._head, self._head_due = "", 0
-        self._file = -1
+        self._file, self._unclosed = -1, 0
 
     def remember(self, record: StepRecord) -> None:
         """A step was applied here; it is not committed yet."""
@@ -89,7 +92,13 @@ class StepLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._file = os.open(self.path, flags, 0o644)
-        os.write(self._file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        left = memoryview("".join(json.dumps(line) + "\n" for line in lines).encode())
+        while left:
+            left = left[os.write(self._file, left) :]
+        self._unclosed += len(lines)
+        if self._unclosed >= CLOSE_EVERY_LINES:
+            os.close(self._file)
+            self._file, self._unclosed = -1, 0
 
     def start_at(self, boundary: int) -> None:
         """A first generation, or one after a fallback: say so if lines of later steps exist."""
