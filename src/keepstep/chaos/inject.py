@@ -193,7 +193,8 @@ class Injector:
         """A bit of another rank's weights flips just before this rank dies, after its update.
 
         The flip comes after the update of the step in which the rank dies: no later step can
-        finish without the rank, so the corrupt state is at rest when the survivors compare.
+        finish without the rank, so the corrupt state is at rest when the survivors compare. All of
+        them have made that update by then: two that differ, and a third that lags, would be a tie.
         """
         node = self._sight.node_of(fault.other)
         pid = self._sight.pid_of(fault.rank)
@@ -201,10 +202,16 @@ class Injector:
         self._claimed(waiting)
         flip = self._failpoints / f"rank-{fault.other}-flip"
         flip.write_text("flip")
-        dying = self._arm(fault.rank, "updated", "kill")
+        ranks = range(len(self._sight.job_now()["seats"]))
+        updated = {rank: self._arm(rank, "updated", "pause") for rank in ranks}
         self._go(waiting)
-        at = self._claimed(dying)
-        self._claimed(flip)
+        for point in (*updated.values(), flip):
+            self._claimed(point)
+        at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        for rank in ranks:
+            if rank != fault.rank:
+                self._go(updated[rank])
         return Strike(at, (pid,), tainted=node)
 
     # ------------------------------------------------------------ two at once, one after another
