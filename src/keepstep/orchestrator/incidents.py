@@ -142,10 +142,10 @@ def stall_due(job: Job, now: float, *, ticking: bool) -> Fault | None:
 
 def _laggards(job: Job, stalls: dict[Rank, Stall], stopped: list[Rank]) -> Fault:
     assert job.roster is not None
-    counts = [stall.launched for stall in stalls.values()]
+    least = min(stall.launched for stall in stalls.values())
     # Only who has come least far: those between it and the front wait for it as well.
-    behind = [rank for rank, s in stalls.items() if s.launched == min(counts) < max(counts)]
-    culprits = stopped or sorted(behind)
+    behind = sorted(rank for rank, stall in stalls.items() if stall.launched == least)
+    culprits = stopped or (behind if len(behind) < len(stalls) else [])
     if not culprits or 2 * len(culprits) > len(job.roster.seats):
         # Most ranks behind a few: killing the many would kill the state. Nobody is named.
         cause = Cause(Sign.HANG, step=job.step, detail="no laggard among the ranks")
