@@ -211,7 +211,7 @@ class Keeper:
         if unseen:
             # Gradients were reduced by hand, outside any backward pass: record it now.
             self._before_gradients()
-        late = self._mirror is not None and self._mirror.enabled and not self._mirror.settled
+        late = self._mirror is not None and not self._mirror.settled
         if self._mirror is not None:
             self._mirror.finish()
         if unseen or late:
@@ -370,19 +370,8 @@ class Keeper:
     def fault(self, error: BaseException) -> None:
         """A collective broke under us: say so, and do as the orders tell."""
         if not self.inbox.pending:
-            place = self.place
-            self._link.send(
-                wire.WorkerBroken(
-                    place.job,
-                    Rank(place.rank),
-                    place.incarnation,
-                    Generation(self.generation),
-                    self.boundary.step,
-                    str(error).strip().splitlines()[0][:300]
-                    if str(error)
-                    else type(error).__name__,
-                )
-            )
+            text = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+            self._report_broken(self.generation, text[:300])
         self.recover()
 
     def recover(self) -> None:
@@ -398,9 +387,10 @@ class Keeper:
                 if not self.is_fault(error):
                     raise
                 if not self.inbox.pending:
-                    self._report_broken(error, order.generation)
+                    text = f"while recovering: {str(error).strip()[:300]}"
+                    self._report_broken(int(order.generation), text)
 
-    def _report_broken(self, error: BaseException, generation: Generation) -> None:
+    def _report_broken(self, generation: int, text: str) -> None:
         """Only about the generation that broke: the next one knows nothing of it."""
         place = self.place
         self._link.send(
@@ -408,9 +398,9 @@ class Keeper:
                 place.job,
                 Rank(place.rank),
                 place.incarnation,
-                generation,
+                Generation(generation),
                 self.boundary.step,
-                f"while recovering: {str(error).strip()[:300]}",
+                text,
             )
         )
 

@@ -45,7 +45,6 @@ class Mirror:
 
     def __init__(self, place: Place, generation: int, secret: str, stride: int) -> None:
         self.generation = generation
-        self.enabled = stride % place.world_size != 0
         self._room = place.room
         self._to = (place.rank + stride) % place.world_size
         self._from = (place.rank - stride) % place.world_size
@@ -53,7 +52,7 @@ class Mirror:
         self._exchange: Exchange | None = None
         self._awaits = False
         self._capacity = 0
-        if self.enabled:
+        if stride % place.world_size != 0:
             said = _hello(secret, generation, place.rank, self._to)
             expected = _hello(secret, generation, self._from, place.rank)
             self._exchange = Exchange(place.address, said, expected)

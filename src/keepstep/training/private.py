@@ -35,12 +35,6 @@ class Randomness:
     cuda: tuple[bytes, ...]
 
 
-def read_randomness() -> Randomness:
-    return Randomness(
-        tensor_bytes(torch.get_rng_state()), _python_state(), _numpy_state(), _cuda_states()
-    )
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Generators:
     """The same, as the generators themselves say it: for going back within one process."""
@@ -64,18 +58,30 @@ class Generators:
         torch.set_rng_state(self.torch_cpu)
         random.setstate(self.python)
         if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+            import numpy
+
+            numpy.random.set_state(self.numpy)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
 
 
+def read_randomness() -> Randomness:
+    now = Generators.now()
+    return Randomness(
+        tensor_bytes(now.torch_cpu),
+        _python_bytes(now.python),
+        _numpy_bytes(now.numpy),
+        tuple(tensor_bytes(state) for state in now.cuda),
+    )
+
+
 def restore_randomness(state: Randomness) -> None:
-    torch.set_rng_state(_bytes_tensor(state.torch_cpu))
-    _restore_python(state.python)
-    if state.numpy:
-        _restore_numpy(state.numpy)
-    for device, raw in enumerate(state.cuda):
-        torch.cuda.set_rng_state(_bytes_tensor(raw), device)
+    Generators(
+        _bytes_tensor(state.torch_cpu),
+        _python_state(state.python),
+        _numpy_state(state.numpy),
+        [_bytes_tensor(raw) for raw in state.cuda],
+    ).restore()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,38 +159,33 @@ def _bytes_tensor(raw: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
-def _python_state() -> bytes:
-    version, words, gauss = random.getstate()
+def _python_bytes(state: tuple[Any, ...]) -> bytes:
+    version, words, gauss = state
     tail = struct.pack("<q?d", version, gauss is not None, gauss or 0.0)
     return array.array("I", words).tobytes() + tail
 
 
-def _restore_python(raw: bytes) -> None:
+def _python_state(raw: bytes) -> tuple[Any, ...]:
     tail = struct.calcsize("<q?d")
     words = array.array("I")
     words.frombytes(raw[:-tail])
     version, has_gauss, gauss = struct.unpack("<q?d", raw[-tail:])
-    random.setstate((version, tuple(words), gauss if has_gauss else None))
+    return version, tuple(words), gauss if has_gauss else None
 
 
-def _numpy_state() -> bytes:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
+def _numpy_bytes(state: Any) -> bytes:
+    if state is None:
         return b""
-    _, keys, position, has_gauss, gauss = numpy.random.get_state()
+    _, keys, position, has_gauss, gauss = state
     return bytes(keys.tobytes()) + struct.pack("<qqd", position, has_gauss, gauss)
 
 
-def _restore_numpy(raw: bytes) -> None:
+def _numpy_state(raw: bytes) -> Any:
+    if not raw:
+        return None
     import numpy
 
     tail = struct.calcsize("<qqd")
     keys = numpy.frombuffer(raw[:-tail], dtype=numpy.uint32)
     position, has_gauss, gauss = struct.unpack("<qqd", raw[-tail:])
-    numpy.random.set_state(("MT19937", keys, position, has_gauss, gauss))
-
-
-def _cuda_states() -> tuple[bytes, ...]:
-    if not torch.cuda.is_initialized():
-        return ()
-    return tuple(tensor_bytes(state) for state in torch.cuda.get_rng_state_all())
+    return "MT19937", keys, position, has_gauss, gauss
