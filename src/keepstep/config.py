@@ -36,10 +36,11 @@ class OrchestratorConfig:
     silent_seconds_max: float = 3.5
     """A node that says nothing for this long is lost, unless a running job's policy asks for less.
     Seven heartbeats: a loaded machine misses a few, and 5 s is what detection may take in all."""
-    pulse_seconds: float = 0.5
-    """Our own heartbeat to each agent. As often as theirs, for the same reason."""
-    tick_seconds: float = 0.5
-    """How often budgets are looked at while nothing is going on."""
+    pulse_seconds: float = 1.0
+    """Our own heartbeat to each agent. An agent that hears nothing for 4 s looks for another
+    orchestrator; its ranks train on, so half as often as theirs is enough."""
+    tick_seconds: float = 1.0
+    """How often budgets are looked at while nothing is going on; with a pulse, in one wake-up."""
     tick_busy_seconds: float = 0.1
     """The longest time between two looks while some budget is running. The brain says when its
     next deadline is, so a look is on time; this is the net below that."""

@@ -148,3 +148,20 @@ def test_a_hang_is_named_within_its_time(step_seconds: float, mark: Mark):
 def test_a_rank_that_is_gone_is_forgotten():
     watches = hang.judge({}, {0: reading(), 1: reading()}, 0.0, POLICY).watches
     assert set(hang.judge(watches, {1: reading()}, 1.0, POLICY).watches) == {1}
+
+
+def test_the_verdict_says_when_the_first_patience_ends():
+    """The agent looks twice a second, and once more exactly then."""
+    watches = {0: hang.Watch((1, 7, int(Mark.FORWARD), 0), 100.0)}
+    readings = {0: reading(), 1: reading(step_seconds=3.0), 2: reading(Mark.RECOVERING)}
+    verdict = hang.judge(watches, readings, 103.0, POLICY)
+    assert (verdict.stalls, verdict.due) == ((), 104.0)
+    stalled = hang.judge(verdict.watches, readings, 104.0, POLICY)
+    # Rank 0 is told now; the next to run out is rank 1, first seen at 103, with steps of 3 s.
+    assert [stall.rank for stall in stalled.stalls] == [0]
+    assert stalled.due == 103.0 + 4 * 3.0
+
+
+def test_nobody_to_wait_for_has_no_end():
+    verdict = hang.judge({}, {0: reading(Mark.RECOVERING)}, 10.0, POLICY)
+    assert verdict.due == float("inf")

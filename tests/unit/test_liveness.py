@@ -1,7 +1,13 @@
 from __future__ import annotations
 
 from keepstep.model import Generation, JobId, NodeId
-from keepstep.orchestrator.liveness import Witness, last_known, own_lateness, silent_nodes
+from keepstep.orchestrator.liveness import (
+    Witness,
+    last_known,
+    own_lateness,
+    quiet_nodes,
+    silent_nodes,
+)
 from keepstep.wire import JobPulse
 
 
@@ -98,3 +104,7 @@ def test_a_vouched_node_is_not_silent_before_its_voucher_is_old():
     quiet = heard(a=0.0, b=0.0)
     assert silent_nodes(quiet, 10.0, 3.5, {NodeId("a"): 8.0}) == ("b",)
     assert silent_nodes(quiet, 12.0, 3.5, {NodeId("a"): 8.0}) == ("b", "a")
+
+
+def test_two_missed_heartbeats_make_a_node_quiet_long_before_it_is_silent():
+    assert quiet_nodes(heard(a=10.0, b=9.0, c=8.9), 10.0) == {"c"}

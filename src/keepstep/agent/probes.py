@@ -1,4 +1,4 @@
-"""The probe halves of the detectors, four times a second: pages, process states, output.
+"""The probe halves of the detectors, twice a second: pages, process states, output.
 
 Reading needs nothing of the workers: pages are shared memory and process states come from /proc.
 What the readings mean is judged in keepstep.detect, which is pure.
@@ -21,9 +21,12 @@ from keepstep.detect import hang, process
 from keepstep.model import Generation, JobId
 from keepstep.page import Progress
 
-PROBE_SECONDS = 0.25
-"""Deaths are seen at once, by their pidfd; a hang is judged over seconds. Each look takes time from
-a rank where all cores are busy."""
+PROBE_SECONDS = 0.5
+"""Deaths are seen at once, by their pidfd; a hang is judged over seconds, and the look that finds
+it comes when the patience ends. Each look takes time from a rank where all cores are busy."""
+TEE_SECONDS = 0.25
+"""Between two looks at output that somebody reads along."""
+LOOK_SECONDS_MIN = 0.02
 HEARTBEAT_SECONDS = 0.5
 STALLED_AGAIN_SECONDS = 0.5
 
@@ -58,13 +61,21 @@ class Probes:
                 for job in self._jobs.values():
                     job.watches = hang.discount(job.watches, late)
             readings = self._read()
-            self._judge(readings, now)
-            self._tee.pump()
+            ends = self._judge(readings, now)
             if now >= heartbeat_due:
                 self._send(self._heartbeat(readings))
-                heartbeat_due = now + HEARTBEAT_SECONDS - PROBE_SECONDS / 2
-            due = now + PROBE_SECONDS
-            await asyncio.sleep(PROBE_SECONDS)
+                heartbeat_due = now + 0.9 * HEARTBEAT_SECONDS
+            due = min(now + PROBE_SECONDS, max(ends, now + LOOK_SECONDS_MIN))
+            await self._doze(due)
+
+    async def _doze(self, due: float) -> None:
+        """Until the next look; output that is read along does not wait for it."""
+        while True:
+            self._tee.pump()
+            left = due - time.monotonic()
+            if left <= 0:
+                return
+            await asyncio.sleep(min(left, TEE_SECONDS) if self._tee.following else left)
 
     def set_heads(self, heads: Mapping[str, str]) -> None:
         """Lend the journal's heads to the pages, for the jobs' own step logs."""
@@ -96,7 +107,9 @@ class Probes:
                     continue
         return readings
 
-    def _judge(self, readings: dict[JobId, dict[int, Progress]], now: float) -> None:
+    def _judge(self, readings: dict[JobId, dict[int, Progress]], now: float) -> float:
+        """Tell of those who stand still; when the patience with the next one ends."""
+        ends = float("inf")
         for gone in self._jobs.keys() - readings.keys():
             del self._jobs[gone]
         for job, of_job in readings.items():
@@ -106,10 +119,12 @@ class Probes:
             watch = self._jobs.setdefault(job, _JobWatch())
             verdict = hang.judge(watch.watches, of_job, now, record.spec.policy)
             watch.watches = verdict.watches
+            ends = min(ends, verdict.due)
             if verdict.stalls and now - watch.told_at >= STALLED_AGAIN_SECONDS:
                 watch.told_at = now
                 log.warning("job.stalled", job=job, why=verdict.stalls[0].why)
                 self._send(self._stalled(job, verdict.stalls, of_job))
+        return ends
 
     def _stalled(
         self, job: JobId, stalls: tuple[hang.Stall, ...], of_job: dict[int, Progress]

@@ -3,7 +3,7 @@
     POST /v1/agent, Upgrade: keepstep-stream  ->  101  ->  frames both ways
 
 Training does not need it: while there is no stream, workers train on and deaths are kept. A silent
-orchestrator (no message for three seconds) is left, and the next endpoint tried, for ever, with a
+orchestrator (no message for four seconds) is left, and the next endpoint tried, for ever, with a
 pause that grows from 50 ms to 2 s. Nothing is queued here: at each connect the agent tells again
 all that stands, so a message lost in a broken stream is no loss.
 """
@@ -21,7 +21,8 @@ from keepstep.agent import log
 from keepstep.errors import ConfigError, Permanent, Unreachable, WireError
 from keepstep.model import Endpoint
 
-SILENT_SECONDS_MAX = 3.0
+SILENT_SECONDS_MAX = 4.0
+"""Three pulses may get lost."""
 BACKOFF_SECONDS_MIN = 0.05
 BACKOFF_SECONDS_MAX = 2.0
 BUFFER_BYTES_MAX = 32 * 1024 * 1024

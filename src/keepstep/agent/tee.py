@@ -36,6 +36,10 @@ class Tee:
         self._tails: dict[Path, _Tail] = {}
         self._waiting = bytearray()
 
+    @property
+    def following(self) -> bool:
+        return bool(self._tails)
+
     def follow(self, path: Path, rank: int) -> None:
         """Show what is appended from now on; a log that is followed already goes on as it is."""
         if path not in self._tails:

@@ -44,6 +44,8 @@ class Verdict:
 
     watches: Mapping[int, Watch]
     stalls: tuple[Stall, ...]
+    due: float = float("inf")
+    """When the patience with the next one ends, if it shows nothing new until then."""
 
 
 def judge(
@@ -55,17 +57,22 @@ def judge(
     """Compare this reading of a job's local ranks with the last one. `now` is monotonic."""
     kept: dict[int, Watch] = {}
     stalls: list[Stall] = []
+    due = float("inf")
     for rank, reading in readings.items():
         watch = kept[rank] = _watch(watches.get(rank), reading, now)
         seconds_max = patience(reading, policy)
+        if seconds_max is None:
+            continue
         still = now - watch.since
-        if seconds_max is not None and still >= seconds_max:
+        if still < seconds_max:
+            due = min(due, watch.since + seconds_max)
+        else:
             why = (
                 f"rank {rank} has been in {reading.mark.name} of step {reading.step}"
                 f" for {still:.1f} s; {seconds_max:.1f} s are allowed"
             )
             stalls.append(Stall(rank, still, why))
-    return Verdict(kept, tuple(stalls))
+    return Verdict(kept, tuple(stalls), due)
 
 
 def patience(reading: Progress, policy: Policy) -> float | None:

@@ -17,6 +17,10 @@ from keepstep.wire import JobPulse
 MASS_NODES_MIN = 3
 """Fewer silent nodes than this are never put down to ourselves: small clusters lose two at once."""
 
+QUIET_SECONDS = 1.0
+"""Two heartbeats: a node that says nothing for longer is looked at more often."""
+QUIET_LOOK_SECONDS = 0.25
+
 VOUCH_STEPS = 3
 """So far ahead a rank gets only with contributions that all others made meanwhile: one step may
 have been under way, and the contribution to the next one sent."""
@@ -65,6 +69,11 @@ class Witness:
             since[job] = far
             return False
         return far[1] >= step + VOUCH_STEPS
+
+
+def quiet_nodes(last_heard: Mapping[NodeId, float], now: float) -> set[NodeId]:
+    """Nodes that have missed a heartbeat or two."""
+    return {node for node, heard in last_heard.items() if now - heard > QUIET_SECONDS}
 
 
 def last_known(heard: float, vouched: float | None) -> float:

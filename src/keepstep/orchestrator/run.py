@@ -32,7 +32,13 @@ from keepstep.errors import Deposed, Permanent, WireError
 from keepstep.model import JobId, NodeId, Term
 from keepstep.orchestrator import brain, events, nodes, state, view
 from keepstep.orchestrator.journal import Entry, Journal
-from keepstep.orchestrator.liveness import Witness, own_lateness, silent_nodes
+from keepstep.orchestrator.liveness import (
+    QUIET_LOOK_SECONDS,
+    Witness,
+    own_lateness,
+    quiet_nodes,
+    silent_nodes,
+)
 from keepstep.orchestrator.streams import AgentStream
 
 TICK_SECONDS_MIN = 0.02
@@ -296,7 +302,8 @@ class Orchestrator:
                 self._log("loop.late", seconds=round(late, 3), why="deadlines pushed back")
                 heard = self._alive.last_heard
                 self._alive.last_heard = {n: min(now, at + late) for n, at in heard.items()}
-            await self._hear_witnesses(now)
+            quiet = quiet_nodes(self._alive.last_heard, now)
+            await self._hear_witnesses(quiet, now)
             await self._judge_silence(now)
             if now >= pulse_due:
                 pulse_due = now + self._config.pulse_seconds
@@ -306,12 +313,13 @@ class Orchestrator:
                     self._tick_waiting = True
                     await self._inbox.put(_Waiting(events.Tick()))
                 tick_due = now + self._until_tick()
-            tick_due = await self._doze(tick_due, pulse_due)
-            woken_due = min(tick_due, pulse_due)
+            look_due = min(pulse_due, now + QUIET_LOOK_SECONDS) if quiet else pulse_due
+            tick_due = await self._doze(tick_due, look_due)
+            woken_due = min(tick_due, look_due)
 
-    async def _doze(self, tick_due: float, pulse_due: float) -> float:
+    async def _doze(self, tick_due: float, look_due: float) -> float:
         """Sleep until something is due. A step may bring the next tick forward: when it is due."""
-        while (left := min(tick_due, pulse_due) - self._clock.monotonic()) > 0:
+        while (left := min(tick_due, look_due) - self._clock.monotonic()) > 0:
             try:
                 async with asyncio.timeout(left):
                     await self._hurried.wait()
@@ -329,12 +337,10 @@ class Orchestrator:
         # Not at once even if overdue: a budget that ran out must not make us spin.
         return min(max(due - self.now(), TICK_SECONDS_MIN), self._config.tick_busy_seconds)
 
-    async def _hear_witnesses(self, now: float) -> None:
+    async def _hear_witnesses(self, silent: set[NodeId], now: float) -> None:
         """Ask the jobs' steps about the nodes that say nothing."""
         alive, cluster = self._alive, self.cluster
-        missed = now - 2 * self._config.pulse_seconds
-        quiet = {node for node, heard in alive.last_heard.items() if heard < missed}
-        quiet |= cluster.doubtful.keys()
+        quiet = silent | cluster.doubtful.keys()
         alive.witness.forget_others(cluster.open_jobs)
         alive.vouched = {node: at for node, at in alive.vouched.items() if node in quiet}
         for node in alive.witness.vouches(nodes.jobs_on(cluster, quiet)):

@@ -1,0 +1,58 @@
+"""How much of the machine others took meanwhile: its host, and whoever else runs on it.
+
+    before = quiet.look(pids)
+    …                             only these processes should be running
+    share = quiet.others(before, quiet.look(pids))
+
+A rented machine gives its processor to others for seconds at a time ("steal"). A comparison in
+which that met one arm and not the other says nothing, so it is made again. The rule looks at what
+others took and never at how the comparison went.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Processor time up to now, in seconds."""
+
+    machine: float
+    """All that there was, idle or not."""
+    taken: float
+    """All that was not idle, or was kept from us."""
+    own: float
+    """What the watched processes had of it."""
+
+
+def look(pids: Iterable[int]) -> Look:
+    with open("/proc/stat", encoding="ascii") as file:
+        fields = [int(text) for text in file.readline().split()[1:9]]
+    machine = sum(fields) / _TICKS_PER_SECOND
+    idle = (fields[3] + fields[4]) / _TICKS_PER_SECOND
+    return Look(machine, machine - idle, sum(map(_had, pids)))
+
+
+def others(before: Look, after: Look) -> float:
+    """The share of the machine that went to others, between 0 and 1."""
+    machine = after.machine - before.machine
+    theirs = (after.taken - before.taken) - (after.own - before.own)
+    return max(0.0, theirs / machine) if machine > 0 else 0.0
+
+
+def _had(pid: int) -> float:
+    """Seconds on a processor, over all threads that live."""
+    nanoseconds = 0
+    try:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            nanoseconds += int((thread / "schedstat").read_text().split()[0])
+    except OSError:
+        # It ended: what it had counts as others', which is on the safe side.
+        return 0.0
+    return nanoseconds / 1e9
