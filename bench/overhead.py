@@ -41,7 +41,7 @@ UPPER_MAX = 1.01
 CONTROL_OFF_MAX = 0.005
 STEPS_MIN = 3000
 OTHERS_MAX = 0.03
-"""Of the machine, in any block of a round. The driver itself and the kernel's threads take 1 to 2%."""
+"""Of the machine, in any block of a round. The driver and the kernel's own threads take 1 to 2%."""
 BLOCK_SECONDS = 1.1
 """Keepstep stands still for two blocks in a row. Its agents leave an orchestrator that is silent
 for 4 s, and a reconnect after each round would be the method's cost, not Keepstep's."""
