@@ -25,6 +25,10 @@ EXIT_REQUEUE = 75
 class Phase(StrEnum):
     """The stages of a migration, in the order of the happy path."""
 
+    WARM = "warm"
+    """Planned only: the target gets ready to join while everybody trains on."""
+    AGREE = "agree"
+    """Planned only: all ranks say where they are, so that one boundary suits them all."""
     ALLOCATE = "allocate"
     QUIESCE = "quiesce"
     REFORM = "reform"

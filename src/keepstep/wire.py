@@ -158,6 +158,8 @@ class SeatReport:
     unsettled: bool = False
     """True in the first step or two of a run: the engine has not laid out its buckets for good, so
     no joiner could sum in the same order. No step is committed by then: start anew."""
+    step_seconds: float = 0.0
+    """How long its steps take; in AGREE."""
     busy_seconds: float = 0.0
     """Above zero: not done yet, but declared busy for at most this long; budgets wait for it."""
     problem: str = ""
@@ -172,8 +174,9 @@ class PhaseReport:
     job: JobId
     generation: Generation
     phase: Phase
-    """QUIESCE: unwound (or, for a joiner, ready). VERIFY: state moved and digested. RESUME: the
-    first step of the new generation is committed. SAVE: the just-in-time checkpoint is written."""
+    """AGREE: where it is. QUIESCE: unwound (or, for a joiner, ready). VERIFY: state moved and
+    digested. RESUME: the first step of the new generation is committed. SAVE: the just-in-time
+    checkpoint is written."""
     seats: tuple[SeatReport, ...]
 
 
@@ -268,10 +271,19 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
+class Agree:
+    """Say at which step you are, and train on: a boundary is sought that suits everybody."""
+
+
+@dataclass(frozen=True, slots=True)
 class Quiesce:
     """Leave the step for its boundary and wait there."""
 
     why: str
+    at: int = -1
+    """Train on to this boundary first; -1, or one that is behind you: leave the step at once."""
+    leaving: tuple[Seat, ...] = ()
+    """These workers' ranks are with others from now on. They wait, in case they are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +331,7 @@ Action = (
     | DropStandby
     | Assign
     | Fence
+    | Agree
     | Quiesce
     | Reform
     | Resume
@@ -480,6 +493,7 @@ _ACTIONS: dict[str, type] = {
         DropStandby,
         Assign,
         Fence,
+        Agree,
         Quiesce,
         Reform,
         Resume,

@@ -142,6 +142,42 @@ class Player:
             rank, boundary, intact, digest, entries, 100, step=boundary, problem=problem
         )
 
+    def do_migrate(self, plain, options):
+        """migrate 1 2 to=n3 request=r1"""
+        ranks = tuple(Rank(int(word)) for word in plain)
+        to, request = NodeId(options.get("to", "")), options.get("request", "")
+        return self.feed(events.MigrateAsked(JOB, ranks, "asked", to, request))
+
+    def do_drain(self, plain, options):
+        return self.feed(events.DrainAsked(NodeId(plain[0]), "patches"))
+
+    def do_undrain(self, plain, options):
+        return self.feed(events.UndrainAsked(NodeId(plain[0])))
+
+    def do_warm(self, plain, options):
+        """warm 1 2: these ranks' targets are ready."""
+        said = []
+        for word in plain:
+            seat = self.job.migration.coming[int(word)]
+            ready = wire.SeatReport(seat.rank, problem=options.get("problem", "").replace("_", " "))
+            said += self.feed(
+                wire.PhaseReport(seat.node, JOB, self.job.promised, Phase.QUIESCE, (ready,))
+            )
+        return said
+
+    def do_agree(self, plain, options):
+        """agree at=41 1=42 seconds=0.05: where all ranks are."""
+        said = []
+        for seat in self.job.roster.seats:
+            at = int(options.get(str(seat.rank), options["at"]))
+            where = wire.SeatReport(
+                seat.rank, at, step_seconds=float(options.get("seconds", 1.0)), unsettled=at < 2
+            )
+            said += self.feed(
+                wire.PhaseReport(seat.node, JOB, self.job.promised, Phase.AGREE, (where,))
+            )
+        return said
+
     def do_silent(self, plain, options):
         return self.feed(events.NodeSilent(NodeId(plain[0])))
 
@@ -243,6 +279,9 @@ def tell(order: wire.Order) -> str:
             return f"{head} {_seats(seats)}"
         case wire.Reform():
             return f"{head} {_reform(action)}"
+        case wire.Quiesce(at=at, leaving=leaving):
+            ahead = f" at {at}" if at >= 0 else ""
+            return head + ahead + (f" leaving {_seats(leaving)}" if leaving else "")
         case wire.Resume(boundary=boundary):
             return f"{head} at {boundary}"
         case wire.Save(boundary=boundary, writer=writer, path=path, homes=homes):

@@ -35,6 +35,7 @@ def job(**more: Any) -> dict[str, Any]:
         "fallbacks": 0,
         "detail": "",
         "migration": None,
+        "leaving": [],
         "spares": {"wanted": 1, "ready": 1, "standbys": [{"node": "n2", "slot": 0, "ready": True}]},
         "seats": [seat(0, "n0", 0), seat(1, "n1", 0, incarnation=2)],
         **more,
@@ -44,7 +45,7 @@ def job(**more: Any) -> dict[str, Any]:
 def node(name: str, **more: Any) -> dict[str, Any]:
     use = {"slot": 0, "job": "train", "rank": 0, "standby": False, "fenced": False, "taint": None}
     facts = {"id": name, "alive": True, "address": "10.0.0.1", "slots": 1, "free": 0, "uses": [use]}
-    return {**facts, **more}
+    return {**facts, "drained": None, "empty": False, **more}
 
 
 def picture(**more: Any) -> dict[str, Any]:
@@ -67,6 +68,18 @@ def test_status_shows_the_newest_step_that_heartbeats_know():
     assert "RUNNING" in text
     assert "step 41 (200 ms/step) busy: eval" in text
     assert "nodes 3/3 alive" in text
+
+
+def test_a_drained_node_and_who_cannot_leave_it_are_told():
+    waits = {"rank": 1, "why": "patches", "to": None, "waits": "no room yet: add a node"}
+    nodes = {"n0": node("n0"), "n1": node("n1", drained="patches")}
+    seen = picture(jobs={"train": job(leaving=[waits])}, nodes=nodes)
+    text = "\n".join(view.status_lines(seen))
+    assert "rank 1 shall move; no room yet: add a node" in text
+    assert "drained: n1 (patches)" in text
+    assert "draining" in "\n".join(view.node_lines(seen))
+    nodes["n1"]["empty"] = True
+    assert "empty" in "\n".join(view.node_lines(seen))
 
 
 def test_heartbeats_of_an_older_generation_are_not_believed():

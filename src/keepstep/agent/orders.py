@@ -3,8 +3,8 @@
     StartWorkers, Assign       a seat that has its worker, or had it, is reported, not started again
     StartStandby, DropStandby  the slot is brought into the wanted state
     Fence                      the named incarnations are killed; their deaths are the answer
-    Quiesce Reform Resume Save forwarded to the job's local workers, once per connection; repeated,
-                               they bring the standing reports again
+    Agree Quiesce Reform       forwarded to the job's local workers, once per connection; repeated,
+    Resume Save                they bring the standing reports again
     Stop                       the job's processes end, by themselves or by force
 
 Orders of an older generation than the job's newest are refused, except those that name their
@@ -90,7 +90,7 @@ class Orders:
                 self._drop_standby(order, action)
             case wire.Fence():
                 self._fence(order, action)
-            case wire.Quiesce() | wire.Reform() | wire.Resume() | wire.Save():
+            case wire.Agree() | wire.Quiesce() | wire.Reform() | wire.Resume() | wire.Save():
                 self._forward(order)
             case wire.Stop():
                 if known is not None:

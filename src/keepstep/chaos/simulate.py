@@ -24,7 +24,7 @@ from keepstep.chaos.simulated import Agent, state_at
 from keepstep.chaos.simulated_faults import JOB, Faults
 from keepstep.chaos.simulated_group import Group
 from keepstep.model import JobSpec, JobState, NodeId, Policy, Rank, Term
-from keepstep.orchestrator import brain, events, nodes, state
+from keepstep.orchestrator import brain, events, nodes, planned, state
 from keepstep.orchestrator.liveness import Witness
 from keepstep.wire import Hello, JobPulse, Message, Order, Published
 
@@ -54,6 +54,8 @@ class Result:
     events: int
     restarts: int
     vouched: int
+    moves: int
+    """Planned migrations that released their leavers."""
     virtual_seconds: float
 
 
@@ -71,11 +73,13 @@ class Summary:
         total = sum(result.events for result in self.results)
         restarts = sum(result.restarts for result in self.results)
         vouched = sum(result.vouched for result in self.results)
+        moves = sum(result.moves for result in self.results)
         return [
             "jobs:      " + ", ".join(f"{n} {end}" for end, n in sorted(ends.items())),
             "incidents: " + ", ".join(f"{n} {out}" for out, n in sorted(outcomes.items())),
             "faults:    " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())),
             f"events:    {total}; {restarts} restarts replayed whole; {vouched} times vouched",
+            f"planned:   {moves} moves made",
             f"{len(self.results)} seeds, all invariants held, {self.seconds:.1f} s of CPU",
         ]
 
@@ -83,9 +87,11 @@ class Summary:
 class Simulation(Faults):
     """One seed: the world around the brain."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, planned_moves: bool | None = None) -> None:
         self.seed = seed
         self.random = Random(seed)
+        self.planned_moves = seed % 2 == 1 if planned_moves is None else planned_moves
+        """Every other seed also has operators, who drain nodes and move ranks."""
         self._now = 1000.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._tie = itertools.count()
@@ -299,6 +305,11 @@ class Simulation(Faults):
                     raise Violation(f"slot of {seat} belongs to {user}")
         for standby in job.standbys.values():
             owners[(standby.node, standby.slot)] += 1
+        for seat in planned.waiting(job):
+            owners[(seat.node, seat.slot)] += 1
+            user = self.cluster.nodes[seat.node].uses.get(seat.slot)
+            if user is None or (user.rank, user.incarnation) != (seat.rank, seat.incarnation):
+                raise Violation(f"slot of {seat}, who waits, belongs to {user}")
         if owners and max(owners.values()) > 1:
             raise Violation(f"a slot is booked twice: {owners.most_common(1)}")
 
@@ -344,6 +355,9 @@ class Simulation(Faults):
             # Sometimes far apart, sometimes into the middle of the last one's recovery.
             moment += self.random.choice((0.02, 0.3, 1.5, 6.0)) * self.random.uniform(0.5, 1.5)
             self.later(moment, self.inject)
+        if self.planned_moves:
+            for _ in range(self.random.randint(1, 4)):
+                self.later(self.random.uniform(1.0, 12.0), self.plan)
         end = self._now + SECONDS_MAX
         while self._queue and self._now < end and not self._over():
             self._now, _, act = heapq.heappop(self._queue)
@@ -370,13 +384,14 @@ class Simulation(Faults):
             self.stepped,
             self.restarts,
             self.vouched,
+            sum("released: " in line for line in self.story),
             self._now - began,
         )
 
 
-def run_seed(seed: int) -> Result:
+def run_seed(seed: int, planned_moves: bool | None = None) -> Result:
     """One run; an AssertionError names the seed and tells the story so far."""
-    simulation = Simulation(seed)
+    simulation = Simulation(seed, planned_moves)
     try:
         return simulation.run()
     except AssertionError as error:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from keepstep.model import Generation, JobId, JobSpec, NodeId, Phase, Rank, Seat, Sign
 from keepstep.wire import (
+    Agree,
     Assign,
     DropStandby,
     Fence,
@@ -93,6 +94,10 @@ class Worker:
     """Told so by a collective, not by an order."""
     lies: bool = False
     """Sends other bytes than it holds."""
+    stop_at: tuple[int, Generation] | None = None
+    """Trains on to this boundary, then follows that generation's Quiesce."""
+    leaves_in: Generation = Generation(0)
+    """In this generation its rank is with another worker."""
 
     @property
     def rank(self) -> Rank:
@@ -224,13 +229,23 @@ class Agent:
                 self._assign(order, seat)
             case Fence(seats=seats):
                 self._fence(order.job, seats)
-            case Quiesce():
+            case Agree():
                 for worker in self._of(order.job):
-                    self._quiesce(worker, order.generation)
+                    self._agree(worker, order.generation)
+            case Quiesce(at=at, leaving=leaving):
+                for worker in self._of(order.job):
+                    if worker.seat in leaving:
+                        worker.leaves_in = order.generation
+                    if worker.mode == "training" and not worker.stopped and worker.boundary < at:
+                        worker.stop_at = (at, order.generation)
+                    else:
+                        self.quiesce(worker, order.generation)
             case Reform(membership=known):
                 for worker in self._of(order.job):
                     worker.stride = known.mirror_stride
-                    if worker.generation == order.generation and worker.mode == "quiesced":
+                    stays = worker.leaves_in != order.generation
+                    here = worker.generation == order.generation and worker.mode == "quiesced"
+                    if here and stays:
                         self.world.group().reform(worker, order.action)
             case Resume():
                 for worker in self._of(order.job):
@@ -286,7 +301,7 @@ class Agent:
         known = self._known(seat)
         if known is not None:
             if known.alive and known.generation < order.generation:
-                self._quiesce(known, order.generation)
+                self.quiesce(known, order.generation)
             return
         warm = self.standbys.pop(seat.slot, None)
         worker = Worker(order.job, seat, order.generation, joiner=True)
@@ -308,7 +323,14 @@ class Agent:
             if worker.seat in seats:
                 self.world.group().die(worker, Sign.EXIT, -9)
 
-    def _quiesce(self, worker: Worker, generation: Generation) -> None:
+    def _agree(self, worker: Worker, generation: Generation) -> None:
+        if worker.mode == "training" and not worker.stopped and worker.generation < generation:
+            seat = SeatReport(worker.rank, worker.boundary, step_seconds=0.06)
+            report = PhaseReport(self.node, worker.job, generation, Phase.AGREE, (seat,))
+            self.tell(report)
+
+    def quiesce(self, worker: Worker, generation: Generation) -> None:
+        worker.stop_at = None
         if generation <= worker.generation:
             if worker.generation == generation and worker.mode == "quiesced" and worker.last:
                 self.tell(worker.last)
@@ -340,6 +362,8 @@ class Agent:
     def _save(self, order: Order, action: Save) -> None:
         for worker in self._of(order.job):
             if worker.generation != order.generation or worker.mode not in ("quiesced", "saved"):
+                continue
+            if worker.leaves_in == order.generation:
                 continue
             if worker.rank == action.writer:
                 assert worker.boundary == action.boundary, "the writer is not at the boundary"

@@ -7,7 +7,7 @@ from random import Random
 
 from keepstep.chaos.simulated import Agent, Worker
 from keepstep.chaos.simulated_group import Group
-from keepstep.model import JobId, JobSpec, NodeId, Sign
+from keepstep.model import JobId, JobSpec, NodeId, Rank, Sign
 from keepstep.orchestrator import events, state
 
 JOB = JobId("train")
@@ -79,6 +79,24 @@ class Faults:
         if not self._over() and not self.calm and kinds[kind]():
             self.faults.append(kind)
             self.story.append(f"{self._now:9.3f} FAULT     {kind}")
+
+    def plan(self) -> None:
+        """What an operator may ask for, at any moment."""
+        job = self.cluster.jobs.get(JOB)
+        if job is None or job.roster is None or self._over() or not self.serving:
+            return
+        if self.random.random() < 0.5:
+            ranks = self.random.sample(range(self.spec.world_size), self.random.randint(1, 2))
+            event = events.MigrateAsked(JOB, tuple(Rank(r) for r in sorted(ranks)), "asked")
+            self.feed(event)
+            self.faults.append("migrate")
+            self.story.append(f"{self._now:9.3f} PLAN      migrate {ranks}")
+            return
+        node = self.random.choice(list(self._agents))
+        self.feed(events.DrainAsked(node, "patches"))
+        self.faults.append("drain")
+        self.story.append(f"{self._now:9.3f} PLAN      drain {node}")
+        self.later(self.random.uniform(2.0, 15.0), lambda: self.feed(events.UndrainAsked(node)))
 
     def _pick(self) -> Worker | None:
         living = [w for w in self.workers() if w.mode != "finished"]

@@ -39,6 +39,11 @@ class Group:
 
     def launch(self, worker: Worker) -> None:
         """Enter the step's collective; its private entry has two homes before that."""
+        if worker.stop_at is not None:
+            at, generation = worker.stop_at
+            if worker.boundary >= min(at, self.steps):
+                self.agent(worker).quiesce(worker, generation)
+                return
         if worker.boundary >= self.steps:
             worker.mode = "finished"
             self.agent(worker).observe(worker, Sign.FINISHED)
@@ -139,6 +144,9 @@ class Group:
     def _broken(self, worker: Worker, generation: Generation) -> None:
         fit = worker.alive and not worker.stopped and worker.generation == generation
         if fit and worker.mode in ("training", "reforming"):
+            if worker.stop_at is not None:
+                self.agent(worker).quiesce(worker, worker.stop_at[1])
+                return
             worker.mode, worker.broken = "broken", True
             self.agent(worker).observe(worker, Sign.BROKEN, detail="connection reset")
 

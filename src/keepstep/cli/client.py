@@ -55,6 +55,19 @@ class Client:
         body = {"save": save, "why": why}
         return self._object("POST", f"/v1/jobs/{quote(job, safe='')}/stop", body)
 
+    def migrate(self, job: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Move ranks: {"ranks": [2], "to": …, "why": …, "dry_run": …}."""
+        return self._object("POST", f"/v1/jobs/{quote(job, safe='')}/migrate", body)
+
+    def drain(self, node: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/drain", body)
+
+    def undrain(self, node: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/undrain", body)
+
+    def node(self, node: str) -> dict[str, Any]:
+        return self._object("GET", f"/v1/nodes/{quote(node, safe='')}")
+
     def health(self) -> dict[str, Any]:
         return self._object("GET", "/healthz")
 

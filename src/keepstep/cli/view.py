@@ -55,6 +55,9 @@ def status_lines(picture: Plain, paint: Painter = plain) -> list[str]:
     lost = [name for name, node in nodes.items() if not node["alive"]]
     if lost:
         lines += ["", paint(f"lost: {_some(lost)}", "bad")]
+    drained = [f"{name} ({n['drained']})" for name, n in nodes.items() if n["drained"]]
+    if drained:
+        lines += ["", paint(f"drained: {_some(drained)}", "busy")]
     return lines
 
 
@@ -74,6 +77,11 @@ def job_lines(job: Plain, picture: Plain, paint: Painter = plain) -> list[str]:
     lines = ["  ".join(parts)]
     if job["migration"]:
         lines.append("  " + migration_line(job["migration"], picture["now"], paint))
+    lines += [
+        paint(f"  rank {wish['rank']} shall move; {wish['waits']}", "busy")
+        for wish in job["leaving"]
+        if wish["waits"]
+    ]
     if job["over"]:
         if job["detail"]:
             lines.append(f"  {str(job['detail']).strip().splitlines()[-1][:200]}")
@@ -159,7 +167,11 @@ def _node_mark(node: Plain | None, name: str, picture: Plain) -> str:
         return "unknown"
     if not node["alive"]:
         return "lost"
-    return "" if name in picture["connected"] else "agent away"
+    if name not in picture["connected"]:
+        return "agent away"
+    if node["drained"]:
+        return "empty" if node["empty"] else "draining"
+    return ""
 
 
 def _cut(rows: Sequence[tuple[bool, str]]) -> list[str]:
@@ -204,7 +216,8 @@ def _use(use: Plain) -> str:
 def incident_lines(incident: Plain, paint: Painter = plain) -> list[str]:
     """The story of one incident: what was seen, what was decided and why, what the pause was."""
     outcome = str(incident["outcome"])
-    tone = {"resumed": "good", "open": "busy"}.get(outcome, "bad")
+    tones = {"resumed": "good", "moved": "good", "open": "busy", "abandoned": "busy"}
+    tone = tones.get(outcome, "bad")
     pause = incident["pause_seconds"]
     lines = [
         f"{paint(str(incident['id']), 'strong')}  job {incident['job']}  {paint(outcome, tone)}"
@@ -233,6 +246,8 @@ def _cause_lines(incident: Plain) -> Iterable[str]:
         yield f"{cause['sign']}: {who}{where}{step}{code}"
         if cause["detail"]:
             yield f"    {str(cause['detail']).strip().splitlines()[-1][:160]}"
+    if not incident["causes"]:
+        yield "nothing wrong: somebody asked for it"
     more = incident["causes_count"] - len(incident["causes"])
     if more > 0:
         yield f"and {more} more"

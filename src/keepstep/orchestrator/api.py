@@ -7,24 +7,30 @@
     GET  /v1/jobs/{job}/journal    the job's hash chain, one link per line
     POST /v1/jobs                  submit a JobSpec; the same one again changes nothing
     POST /v1/jobs/{job}/stop       {"save": true} writes a checkpoint of the boundary first
+    POST /v1/jobs/{job}/migrate    {"ranks": [2], "to": "n4", "why": …}: move ranks that are well
+    POST /v1/nodes/{node}/drain    {"why": …}: nothing new comes here, and what is here moves away
+    POST /v1/nodes/{node}/undrain  the node may be used again
     GET  /v1/events                server-sent events: each decision and its reason
     GET  /healthz                  no token needed
 
 Everything but /healthz and the agents' stream (whose Hello carries the token) needs
 `Authorization: Bearer <token>`. Errors are {"error": what is wrong, "fix": what to do}.
+
+The last three POSTs take `"dry_run": true` (what would happen is told, and does not) and a header
+`Idempotency-Key` (the same key again changes nothing, even if a new leader gets it).
 """
 
 from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from keepstep import codec
 from keepstep.errors import KeepstepError, WireError
-from keepstep.model import JobId, JobSpec
-from keepstep.orchestrator import events, view
+from keepstep.model import JobId, JobSpec, NodeId, Rank
+from keepstep.orchestrator import events, planned, state, view
 from keepstep.orchestrator.http import (
     BadRequest,
     Reply,
@@ -116,6 +122,10 @@ class Api:
                 return await self._submit(request)
             case ("jobs", job, "stop"):
                 return await self._stop(request, job)
+            case ("jobs", job, "migrate"):
+                return await self._migrate(request, job)
+            case ("nodes", node, "drain" | "undrain" as verb):
+                return await self._drain(request, node, verb)
             case _:
                 return _not_found(request)
 
@@ -147,6 +157,51 @@ class Api:
         decision = await self._orchestrator.decide(event)
         return json_response({"job": job, "why": decision.why})
 
+    async def _migrate(self, request: Request, name: str) -> Reply:
+        self._known_job(name)
+        body = _fields(request, {"ranks": list, "to": str, "why": str, "dry_run": bool})
+        ranks, to = body.get("ranks", []), body.get("to", "")
+        if not ranks or not all(type(rank) is int for rank in ranks):
+            raise BadRequest(400, "ranks is a list of numbers", 'send {"ranks": [2]}')
+        job = self._orchestrator.cluster.jobs[JobId(name)]
+        if job.roster is None or job.state.over:
+            raise BadRequest(409, f"{name} does not run", "see GET /v1/jobs")
+        if bad := [rank for rank in ranks if not 0 <= rank < len(job.roster.seats)]:
+            last = len(job.roster.seats) - 1
+            raise BadRequest(404, f"{name} has no rank {bad[0]}", f"its ranks are 0 to {last}")
+        if to:
+            self._known_node(to)
+        if why := planned.refusal(job):
+            raise BadRequest(409, why, "nothing was changed")
+        asked = tuple(Rank(rank) for rank in sorted(set(ranks)))
+        why = body.get("why") or "an operator asked for it"
+        key = request.headers.get("idempotency-key", "")
+        event = events.MigrateAsked(JobId(name), asked, why, NodeId(to), key)
+        return await self._follow(event, dry=body.get("dry_run", False))
+
+    async def _drain(self, request: Request, name: str, verb: str) -> Reply:
+        self._known_node(name)
+        body = _fields(request, {"why": str, "dry_run": bool})
+        key = request.headers.get("idempotency-key", "")
+        event: events.Event = events.UndrainAsked(NodeId(name), key)
+        if verb == "drain":
+            why = body.get("why") or "an operator asked for it"
+            event = events.DrainAsked(NodeId(name), why, key)
+        return await self._follow(event, dry=body.get("dry_run", False))
+
+    async def _follow(self, event: events.Event, *, dry: bool) -> Reply:
+        if dry:
+            decision = self._orchestrator.consider(event)
+        else:
+            decision = await self._orchestrator.decide(event)
+        told = [note.why for note in decision.notes] or [decision.why]
+        return json_response({"changed": decision.changed, "dry_run": dry, "why": told})
+
+    def _known_node(self, node: str) -> None:
+        if NodeId(node) not in self._orchestrator.cluster.nodes:
+            known = ", ".join(sorted(self._orchestrator.cluster.nodes, key=state.natural)[:8])
+            raise BadRequest(404, f"no node is called {node}", f"there are: {known or 'none'}")
+
     def _known_job(self, job: str) -> None:
         if JobId(job) not in self._orchestrator.cluster.jobs:
             raise BadRequest(404, f"no job is called {job}", "see GET /v1/jobs")
@@ -165,6 +220,19 @@ class Api:
     async def _export(self, job: str) -> AsyncIterator[bytes]:
         for line in json_lines(self._journal.export(job)):
             yield line.encode()
+
+
+def _fields(request: Request, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """The request's object, with these fields at most, each of its kind."""
+    body = request.json() if request.body else {}
+    if not isinstance(body, dict):
+        raise BadRequest(400, "the body is no object", f"send {{…}} with {', '.join(kinds)}")
+    for name, value in body.items():
+        if name not in kinds:
+            raise BadRequest(400, f"unknown field {name!r}", f"known are: {', '.join(kinds)}")
+        if type(value) is not kinds[name]:
+            raise BadRequest(400, f"{name} is no {kinds[name].__name__}", "see the list of paths")
+    return body
 
 
 def _one(found: Any, what: str, name: str) -> Reply:

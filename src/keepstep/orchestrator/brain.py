@@ -18,20 +18,31 @@ from keepstep.orchestrator import (
     launch,
     migration,
     nodes,
+    planned,
     policy,
     spares,
 )
 from keepstep.orchestrator.events import (
+    DrainAsked,
     Event,
     LinkLost,
+    MigrateAsked,
     NodeSilent,
     NodeVouched,
     StopAsked,
     Submitted,
     TermBegan,
     Tick,
+    UndrainAsked,
 )
-from keepstep.orchestrator.state import Cause, Cluster, Job, slot_key
+from keepstep.orchestrator.state import (
+    REQUESTS_MAX,
+    Cause,
+    Cluster,
+    Job,
+    next_incarnation,
+    slot_key,
+)
 from keepstep.orchestrator.turn import Note, Turn
 from keepstep.wire import (
     Hello,
@@ -114,6 +125,8 @@ def _dispatch(turn: Turn, event: Event) -> None:
             _submitted(turn, event)
         case StopAsked():
             _stop_asked(turn, event)
+        case MigrateAsked() | DrainAsked() | UndrainAsked():
+            _asked(turn, event)
         case NodeSilent():
             nodes.silent(turn, event.node)
         case NodeVouched():
@@ -183,6 +196,8 @@ def _observed(turn: Turn, job: Job, event: Observed) -> None:
 
 def _ended(turn: Turn, job: Job, event: Observed) -> None:
     """A worker ended: on its own, by our hand, or in good order."""
+    if planned.ended(turn, job, event):
+        return
     stale = incidents.stale(job, event)
     if stale:
         if not _bury(turn, event):
@@ -192,6 +207,8 @@ def _ended(turn: Turn, job: Job, event: Observed) -> None:
         turn.ignore(f"{event.sign} of rank {event.rank} ignored: it has finished")
         return
     job.missing.pop(event.rank, None)
+    if event.sign is Sign.FINISHED and job.migration and job.migration.phase in planned.TRAINING:
+        planned.give_up(turn, job, f"{job.spec.job} has made its last step")
     moving = job.migration
     if moving is not None and event.rank in moving.fences:
         migration.fenced(turn, job, event.rank)
@@ -261,7 +278,8 @@ def _died(turn: Turn, job: Job, cause: Cause) -> None:
 
 def _listens(job: Job) -> bool:
     """Evidence counts while groups of the present generation are in use."""
-    return job.migration is None or job.migration.phase in (Phase.REFORM, Phase.RESUME)
+    in_use = (*planned.TRAINING, Phase.REFORM, Phase.RESUME)
+    return job.migration is None or job.migration.phase in in_use
 
 
 def _broken(turn: Turn, job: Job, event: Observed) -> None:
@@ -357,14 +375,50 @@ def _submitted(turn: Turn, event: Submitted) -> None:
     job = Job(spec, JobState.WAITING, turn.now)
     if before is not None:
         # The rerun goes on at the published checkpoint, and no old worker can meet a new one.
-        job.generation = before.generation
+        job.generation, job.promised = before.generation, before.promised
         job.published_step, job.published_path = before.published_step, before.published_path
         if before.roster is not None:
             # Agents remember how each incarnation ended: the rerun's must not be taken for them.
-            job.first_incarnation = 1 + max(seat.incarnation for seat in before.roster.seats)
+            seats = before.roster.seats
+            job.first_incarnation = max(next_incarnation(before, seat) for seat in seats)
     cluster.jobs[spec.job] = job
     cluster.open_jobs = tuple(sorted((*cluster.open_jobs, spec.job)))
     turn.note(f"job {spec.job} waits for {spec.nodes} nodes with {spec.ranks_per_node} slots", job)
+
+
+def _asked(turn: Turn, event: MigrateAsked | DrainAsked | UndrainAsked) -> None:
+    """What an operator asks for is followed once, however often the request arrives."""
+    known = turn.cluster.requests
+    if event.request and event.request in known:
+        turn.ignore(f"request {event.request} was followed already")
+        return
+    match event:
+        case MigrateAsked():
+            _migrate_asked(turn, event)
+        case DrainAsked():
+            nodes.drain(turn, event.node, event.why)
+        case UndrainAsked():
+            nodes.undrain(turn, event.node)
+        case _:
+            assert_never(event)
+    if event.request and turn.touched:
+        known[event.request] = turn.cluster.next()
+        if len(known) > REQUESTS_MAX:
+            del known[min(known, key=known.__getitem__)]
+
+
+def _migrate_asked(turn: Turn, event: MigrateAsked) -> None:
+    job = turn.cluster.jobs.get(event.job)
+    if job is None or job.state.over or job.roster is None:
+        turn.ignore(f"move of {event.job} ignored: it does not run")
+    elif bad := [rank for rank in event.ranks if not 0 <= rank < len(job.roster.seats)]:
+        turn.ignore(f"{event.job} has no rank {bad[0]}: it has {len(job.roster.seats)}")
+    elif why := planned.refusal(job):
+        turn.ignore(why)
+    else:
+        planned.wish(turn, job, event.ranks, event.why, event.to)
+        if not turn.touched:
+            turn.ignore(f"rank {', '.join(map(str, event.ranks[:8]))} is already to move")
 
 
 def _stop_asked(turn: Turn, event: StopAsked) -> None:
@@ -427,5 +481,6 @@ def _use_room(turn: Turn) -> None:
     launch.start_waiting(turn)
     for name in turn.cluster.open_jobs:
         job = turn.cluster.jobs[name]
+        planned.begin(turn, job)
         if job.migration is None or job.migration.purpose == "start":
             spares.refill(turn, job)

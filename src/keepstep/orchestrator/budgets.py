@@ -13,11 +13,20 @@ from keepstep.orchestrator import policy
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import Cause, Job, Migration
 
+AGREE_SECONDS_MAX = 10.0
+"""Workers answer from a thread of their own, at once; the leavers' move does not wait for more."""
+
 
 def allocate(job: Job) -> float:
     migration = job.migration
     assert migration is not None
     return max(migration.settle_until, migration.phase_at + policy.FENCE_SECONDS_MAX)
+
+
+def agree(job: Job) -> float:
+    migration = job.migration
+    assert migration is not None
+    return migration.phase_at + AGREE_SECONDS_MAX
 
 
 def quiesce(job: Job) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.errors import WireError
-from keepstep.model import JobId, JobSpec, NodeId, Term
+from keepstep.model import JobId, JobSpec, NodeId, Rank, Term
 from keepstep.wire import Hello, Observed, PhaseReport, Publish, Stalled, StandbyReport
 
 
@@ -29,6 +29,36 @@ class StopAsked:
     job: JobId
     why: str
     save: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MigrateAsked:
+    """Somebody wants these ranks elsewhere, while their workers are alive and well."""
+
+    job: JobId
+    ranks: tuple[Rank, ...]
+    why: str
+    to: NodeId = NodeId("")
+    """Only there; empty: the best spare."""
+    request: str = ""
+    """The same request again changes nothing; empty: this one is nobody's repetition."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """A node shall become empty, and stay so until it is undrained."""
+
+    node: NodeId
+    why: str
+    request: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UndrainAsked:
+    """A drained node may be used again."""
+
+    node: NodeId
+    request: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +103,9 @@ Event = (
     | Publish
     | Submitted
     | StopAsked
+    | MigrateAsked
+    | DrainAsked
+    | UndrainAsked
     | NodeSilent
     | NodeVouched
     | LinkLost
@@ -91,6 +124,9 @@ _KINDS: dict[str, type] = {
         Publish,
         Submitted,
         StopAsked,
+        MigrateAsked,
+        DrainAsked,
+        UndrainAsked,
         NodeSilent,
         NodeVouched,
         LinkLost,
@@ -122,7 +158,9 @@ def job_of(event: Event) -> JobId | None:
     match event:
         case Submitted(spec=spec):
             return spec.job
-        case Observed() | Stalled() | PhaseReport() | StandbyReport() | Publish() | StopAsked():
+        case Observed() | Stalled() | PhaseReport() | StandbyReport() | Publish():
+            return event.job
+        case StopAsked() | MigrateAsked():
             return event.job
         case _:
             return None

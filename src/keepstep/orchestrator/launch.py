@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep.model import (
+    EXIT_REQUEUE,
     Generation,
     IncidentId,
     JobState,
@@ -15,9 +16,10 @@ from keepstep.model import (
     NodeId,
     Phase,
     Rank,
+    Roster,
     Seat,
 )
-from keepstep.orchestrator import orders, roster, spares
+from keepstep.orchestrator import orders, roster, seating, spares
 from keepstep.orchestrator.state import (
     CLOSED_MAX,
     JOBS_OVER_MAX,
@@ -28,6 +30,7 @@ from keepstep.orchestrator.state import (
     Occupant,
     Settled,
     generation_secret,
+    next_incarnation,
 )
 from keepstep.orchestrator.turn import Turn
 
@@ -62,7 +65,8 @@ def _place(turn: Turn, job: Job) -> list[Seat] | None:
     cluster, each = turn.cluster, job.spec.ranks_per_node
     for node in cluster.free:
         state = cluster.nodes[node]
-        if not (state.linked and state.silent_at < 0 and state.store_good):
+        fit = state.linked and state.silent_at < 0 and state.store_good and not state.drained
+        if not fit:
             continue
         slots = spares.free_slots(cluster, state, turn.now)
         if len(slots) >= each:
@@ -93,6 +97,46 @@ def start_cold(turn: Turn, job: Job, seats: list[Seat]) -> None:
     orders.tell(turn, job)
 
 
+def fall_back(turn: Turn, job: Job, why: str, outcome: str = "fallback") -> None:
+    """Some state has no home left: everybody starts anew from the newest published checkpoint.
+
+    A `restart` is the same before anybody can have committed a step: nothing is lost by it.
+    """
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    if outcome == "fallback" and migration.purpose != "save":
+        job.fallbacks += 1
+    if migration.outcome != "fallback":
+        migration.outcome = outcome
+    if migration.purpose == "save":
+        job.detail = f"nothing could be saved: {why}"
+        finish(turn, job, JobState.SAVED, EXIT_REQUEUE, job.detail)
+        return
+    migration.recoveries += 1
+    if migration.recoveries > 2 * job.spec.policy.recoveries_max:
+        finish(turn, job, JobState.FAILED, 1, f"{why}; starting anew did not help either")
+        return
+    living = {s.rank: s.incarnation for s in now.seats if s.rank not in migration.gone}
+    orders.fence(turn, job, living)
+    seating.dismiss(turn, job, (*migration.coming.values(), *migration.leavers.values()))
+    migration.coming, migration.leavers = {}, {}
+    migration.fences, migration.fresh, migration.joined = {}, {}, {}
+    migration.excluded, migration.attempts, migration.plan = {}, 0, None
+    change_phase(turn, job, Phase.FALLBACK)
+    job.state = JobState.HELD
+    migration.hold_since = turn.now
+    turn.note(f"{outcome}: {why}", job)
+    relaunch(turn, job)
+
+
+def no_room(turn: Turn, job: Job) -> None:
+    """Nothing runs and nothing can: the rerun starts from the newest published checkpoint."""
+    origin = job.published_path or "the beginning"
+    why = f"no room to start anew within the hold time; run the job again to start from {origin}"
+    finish(turn, job, JobState.SAVED, EXIT_REQUEUE, why)
+
+
 def relaunch(turn: Turn, job: Job) -> None:
     """Start all seats from the top, once there is room for each."""
     migration, now = job.migration, job.roster
@@ -114,7 +158,7 @@ def relaunch(turn: Turn, job: Job) -> None:
     if migration.gone:
         job.roster = roster.build(now.job, now.generation, now.secret, now.store_node, seats)
         return
-    seats = [Seat(s.rank, s.node, s.slot, s.incarnation + 1) for s in seats]
+    seats = [Seat(s.rank, s.node, s.slot, next_incarnation(job, s)) for s in seats]
     for seat in seats:
         user = Occupant(job.spec.job, seat.rank, seat.incarnation)
         cluster.nodes[seat.node].uses[seat.slot] = user
@@ -124,10 +168,16 @@ def relaunch(turn: Turn, job: Job) -> None:
 
 
 def new_generation(turn: Turn, job: Job, seats: list[Seat], store: NodeId) -> None:
-    """The next generation number, its secret and its roster. Older evidence says nothing now."""
-    job.generation = Generation(job.generation + 1)
+    """The next generation number, its secret and its roster."""
+    job.generation = job.promised = Generation(max(job.generation, job.promised) + 1)
     secret = generation_secret(turn.cluster, job.spec.job, job.generation)
-    job.roster = roster.build(job.spec.job, job.generation, secret, store, seats)
+    new = roster.build(job.spec.job, job.generation, secret, store, seats)
+    enter_generation(turn, job, new)
+
+
+def enter_generation(turn: Turn, job: Job, new: Roster) -> None:
+    """From here on only what is said of this roster counts."""
+    job.roster = new
     job.broken_at, job.broken_why = -1.0, ""
     job.stalls, job.stalls_at = {}, -1.0
     if job.incident is not None:

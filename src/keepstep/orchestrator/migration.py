@@ -1,5 +1,6 @@
 """THE STORY of one migration.
 
+    WARM -> AGREE ->  a planned one comes this way; planned.py tells of it
     ALLOCATE -> QUIESCE -> REFORM (transfer and verify inside) -> RESUME -> done
                    |  ^       |                            a fault in any phase: ALLOCATE again,
                    v  |       v                            with a new generation
@@ -16,8 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from keepstep.model import EXIT_REQUEUE, JobState, MigrationId, Phase, Rank, Roster, Sign
-from keepstep.orchestrator import budgets, launch, orders, planning, policy, roster, seating, spares
+from keepstep.model import EXIT_REQUEUE, JobState, MigrationId, NodeId, Phase, Rank, Roster, Sign
+from keepstep.orchestrator import (
+    budgets,
+    launch,
+    orders,
+    planned,
+    planning,
+    policy,
+    roster,
+    seating,
+    spares,
+)
 from keepstep.orchestrator.events import Tick
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import (
@@ -25,7 +36,6 @@ from keepstep.orchestrator.state import (
     Cause,
     Job,
     Migration,
-    Occupant,
     Settled,
 )
 from keepstep.orchestrator.turn import Turn
@@ -86,11 +96,14 @@ def _fault(turn: Turn, job: Job, fault: Fault) -> None:
         name = MigrationId(f"m{turn.cluster.next()}")
         job.migration = Migration(name, "unplanned", "recover", Phase.ALLOCATE, turn.now, turn.now)
     migration, _ = _the(job)
-    if migration.purpose == "start":
-        migration.purpose = "recover"
+    if migration.purpose == "start" or migration.phase in planned.TRAINING:
         migration.began_at = migration.phase_at = turn.now
+    if migration.purpose == "move":
+        migration.outcome = "resumed"
+    if migration.purpose in ("start", "move"):
+        migration.kind, migration.purpose = "unplanned", "recover"
     turn.note(fault.why, job)
-    early = migration.phase in (Phase.ALLOCATE, Phase.QUIESCE, Phase.HOLD)
+    early = migration.phase in (*planned.TRAINING, Phase.ALLOCATE, Phase.QUIESCE, Phase.HOLD)
     if again and not (early and turn.now - incident.opened_at < SAME_FAULT_SECONDS):
         migration.recoveries += 1
         incident.recoveries = migration.recoveries
@@ -110,9 +123,9 @@ def _after_fault(turn: Turn, job: Job, fault: Fault) -> None:
     often = migration.recoveries > job.spec.policy.recoveries_max and migration.purpose != "save"
     if often and not job.begun and migration.phase is not Phase.FALLBACK:
         # Nothing to save. Workers that all stand still can only be killed and started anew.
-        fall_back(turn, job, f"the first step was never made: {worn_out}", outcome="restart")
+        launch.fall_back(turn, job, f"the first step was never made: {worn_out}", outcome="restart")
     elif migration.recoveries > 2 * job.spec.policy.recoveries_max:
-        fall_back(turn, job, worn_out)
+        launch.fall_back(turn, job, worn_out)
     elif often and job.begun:
         # The survivors' state is whole: leaving with a checkpoint of it loses nothing.
         _save_asked(turn, job, SaveAsked(worn_out))
@@ -160,10 +173,13 @@ def _allocate(turn: Turn, job: Job) -> None:
     if saving:
         migration.gone.update(dict.fromkeys(migration.fresh, "it never got state"))
         migration.fresh = {}
-    if len(migration.gone) + len(migration.fresh) >= len(before.seats):
-        fall_back(turn, job, "no rank survives")
-        return
     seats = list(before.seats)
+    planned.turn_back(turn, job, seats)
+    if not seating.survivors(job) and planned.recall(turn, job):
+        planned.turn_back(turn, job, seats)
+    if not seating.survivors(job):
+        launch.fall_back(turn, job, "no rank survives")
+        return
     chosen = [] if saving else seating.seat_joiners(turn, job, seats)
     absent = {*migration.gone, *migration.fresh}
     store = roster.store_node(seats, turn.cluster.nodes, absent, before.store_node)
@@ -206,7 +222,9 @@ def _room(turn: Turn, job: Job) -> None:
 
 def _report(turn: Turn, job: Job, report: PhaseReport) -> None:
     migration, now = job.migration, job.roster
-    if migration is None or now is None or report.generation != job.generation:
+    ahead = migration is not None and migration.phase in planned.TRAINING
+    spoken_of = job.promised if ahead else job.generation
+    if migration is None or now is None or report.generation != spoken_of:
         turn.ignore(
             f"report of {report.phase} for generation {report.generation} from {report.node} "
             f"ignored: {job.spec.job} is {job.state} in generation {job.generation}"
@@ -218,7 +236,7 @@ def _report(turn: Turn, job: Job, report: PhaseReport) -> None:
         return
     taken: list[SeatReport] = []
     for seat in report.seats:
-        known = 0 <= seat.rank < len(now.seats) and now.seats[seat.rank].node == report.node
+        known = 0 <= seat.rank < len(now.seats) and _place(job, seat.rank) == report.node
         if not known or seat.rank in migration.gone or seat.rank in migration.reports:
             continue
         if seat.busy_seconds > 0:
@@ -241,10 +259,20 @@ def _report(turn: Turn, job: Job, report: PhaseReport) -> None:
         _complete(turn, job)
 
 
-def _complete(turn: Turn, job: Job) -> None:
-    """If all seats with a worker have reported, the next phase begins."""
+def _place(job: Job, rank: Rank) -> NodeId | None:
+    """Where the worker is whose report counts."""
     migration, now = _the(job)
-    if len(migration.reports) >= len(now.seats) - len(migration.gone):
+    if migration.phase is not Phase.WARM:
+        return now.seats[rank].node
+    return migration.coming[rank].node if rank in migration.coming else None
+
+
+def _complete(turn: Turn, job: Job) -> None:
+    """If all who are waited for have reported, the next phase begins."""
+    migration, now = _the(job)
+    warming = migration.phase is Phase.WARM
+    wanted = len(migration.coming) if warming else len(now.seats) - len(migration.gone)
+    if len(migration.reports) >= wanted:
         TABLE[migration.phase].done(turn, job)
 
 
@@ -271,6 +299,10 @@ def _taken(turn: Turn, job: Job, phase: Phase, taken: list[SeatReport]) -> None:
         bad = [seat for seat in taken if seat.problem or seat.digest != digest]
         if bad:
             _unverified(turn, job, bad)
+    elif migration.phase is Phase.WARM:
+        unfit = [seat for seat in taken if seat.problem]
+        if unfit:
+            planned.give_up(turn, job, f"target {unfit[0].rank} cannot join: {unfit[0].problem}")
     elif phase is Phase.QUIESCE:
         broken = [seat for seat in taken if seat.problem and seat.rank in migration.joined]
         if broken and not any(seat.intact for seat in broken):
@@ -293,11 +325,11 @@ def _plan(turn: Turn, job: Job) -> None:
         return
     reports = migration.reports
     if too_early := planning.too_early(job, migration):
-        fall_back(turn, job, f"{too_early}, so nothing is lost", outcome="restart")
+        launch.fall_back(turn, job, f"{too_early}, so nothing is lost", outcome="restart")
         return
     verdict = roster.judge(reports)
     if verdict.problem:
-        fall_back(turn, job, verdict.why)
+        _last_resort(turn, job, verdict.why)
         return
     for rank in verdict.corrupt:
         planning.taint(turn, job, rank, f"rank {rank} held corrupt state at {verdict.boundary}")
@@ -322,7 +354,7 @@ def _unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> None:
     why = f"rank {worst.rank} is not verified: {what}"
     orphans = [seat.rank for seat in bad if seat.problem.startswith("no private state")]
     if orphans and not planning.homes_returned(turn, job, plan, orphans):
-        fall_back(turn, job, why)
+        _last_resort(turn, job, why)
         return
     suspects = planning.suspects(plan, bad)
     if not suspects:
@@ -337,13 +369,23 @@ def _unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> None:
         turn.note(f"{why}; another round, suspected as sources: {barred}", job)
         _to_allocate(turn, job)
     elif all(rank in migration.excluded for rank in plan.winners):
-        fall_back(turn, job, f"{why}; {migration.attempts} attempts failed")
+        _last_resort(turn, job, f"{why}; {migration.attempts} attempts failed")
     else:
         # Fresh sources each time and still wrong: it is the receiver.
         migration.attempts = 0
         planning.taint(turn, job, worst.rank, f"rank {worst.rank} cannot receive whole state")
         cause = Cause(Sign.HANG, worst.rank, detail=why)
         _fault(turn, job, Fault((cause,), why, kill=(worst.rank,)))
+
+
+def _last_resort(turn: Turn, job: Job, why: str) -> None:
+    """Nobody in the roster can give whole state. Perhaps somebody can who was about to leave."""
+    if planned.recall(turn, job):
+        turn.note(f"{why}: those who were to leave are called back", job)
+        _the(job)[0].attempts = 0
+        _to_allocate(turn, job)
+    else:
+        launch.fall_back(turn, job, why)
 
 
 def _resume(turn: Turn, job: Job) -> None:
@@ -372,6 +414,7 @@ def _done(turn: Turn, job: Job) -> None:
         + ("" if migration.outcome == "resumed" else f" ({migration.outcome})"),
         job,
     )
+    planned.release(turn, job)
     launch.close_incident(turn, job, migration.outcome)
     job.migration = None
     spares.refill(turn, job)
@@ -401,7 +444,7 @@ def _save(turn: Turn, job: Job) -> None:
     migration, _ = _the(job)
     verdict = roster.judge(migration.reports)
     if verdict.problem:
-        fall_back(turn, job, verdict.why)
+        launch.fall_back(turn, job, verdict.why)
         return
     plan = migration.plan = planning.save(turn, job, verdict)
     if job.incident is not None:
@@ -422,7 +465,7 @@ def _saved(turn: Turn, job: Job) -> None:
         migration.attempts += 1
         turn.note(f"rank {failed[0].rank} could not save: {failed[0].problem}", job)
         if migration.attempts >= job.spec.policy.transfer_attempts_max:
-            fall_back(turn, job, f"{migration.attempts} attempts to save failed")
+            launch.fall_back(turn, job, f"{migration.attempts} attempts to save failed")
         else:
             _to_allocate(turn, job)
         return
@@ -431,38 +474,6 @@ def _saved(turn: Turn, job: Job) -> None:
         job.published_step, job.published_path = plan.boundary, plan.path
     at = f"boundary {plan.boundary} is saved" if plan else "there was nothing to save"
     launch.finish(turn, job, JobState.SAVED, EXIT_REQUEUE, f"{at}; run the job again to go on")
-
-
-# ---------------------------------------------------------------- FALLBACK
-
-
-def fall_back(turn: Turn, job: Job, why: str, outcome: str = "fallback") -> None:
-    """Some state has no home left: everybody starts anew from the newest published checkpoint.
-
-    A `restart` is the same before anybody can have committed a step: nothing is lost by it.
-    """
-    migration, now = _the(job)
-    if outcome == "fallback" and migration.purpose != "save":
-        job.fallbacks += 1
-    if migration.outcome != "fallback":
-        migration.outcome = outcome
-    if migration.purpose == "save":
-        job.detail = f"nothing could be saved: {why}"
-        launch.finish(turn, job, JobState.SAVED, EXIT_REQUEUE, job.detail)
-        return
-    migration.recoveries += 1
-    if migration.recoveries > 2 * job.spec.policy.recoveries_max:
-        launch.finish(turn, job, JobState.FAILED, 1, f"{why}; starting anew did not help either")
-        return
-    living = {s.rank: s.incarnation for s in now.seats if s.rank not in migration.gone}
-    orders.fence(turn, job, living)
-    migration.fences, migration.fresh, migration.joined = {}, {}, {}
-    migration.excluded, migration.attempts, migration.plan = {}, 0, None
-    launch.change_phase(turn, job, Phase.FALLBACK)
-    job.state = JobState.HELD
-    migration.hold_since = turn.now
-    turn.note(f"{outcome}: {why}", job)
-    launch.relaunch(turn, job)
 
 
 # ---------------------------------------------------------------- time
@@ -487,16 +498,7 @@ def deadline(job: Job) -> float:
 
 def _late_fences(turn: Turn, job: Job) -> None:
     """A kill that nobody confirms: the node may be cut off. The new generation shuts it out."""
-    migration, now = _the(job)
-    for rank in sorted(migration.fences):
-        seat = now.seats[rank]
-        uses = turn.cluster.nodes[seat.node].uses
-        if uses.get(seat.slot) == Occupant(job.spec.job, rank, seat.incarnation):
-            uses[seat.slot] = Occupant(job.spec.job, rank, seat.incarnation, fenced=True)
-        del migration.fences[rank]
-        migration.fresh.pop(rank, None)
-        migration.gone[rank] = "fenced without an answer"
-        turn.note(f"the kill of rank {rank} on {seat.node} is not confirmed: going on", job)
+    seating.write_off_fences(turn, job)
     _allocate_if_ready(turn, job)
 
 
@@ -505,6 +507,10 @@ def _late_quiesce(turn: Turn, job: Job) -> None:
     if migration.phase is Phase.HOLD and turn.now >= budgets.hold(job):
         held = turn.now - migration.hold_since
         _save_asked(turn, job, SaveAsked(f"no spare came within {held:.1f} s"))
+        return
+    if migration.agreed >= 0:
+        turn.note(f"not all came to boundary {migration.agreed}: they stop where they can", job)
+        _to_allocate(turn, job)
         return
     _fault(turn, job, budgets.blame(job, budgets.slow_to_quiesce(job, turn.now)))
 
@@ -520,13 +526,6 @@ def _late_reports(turn: Turn, job: Job) -> None:
     _fault(turn, job, budgets.blame(job, missing))
 
 
-def _no_room(turn: Turn, job: Job) -> None:
-    """Nothing runs and nothing can: the rerun starts from the newest published checkpoint."""
-    origin = job.published_path or "the beginning"
-    why = f"no room to start anew within the hold time; run the job again to start from {origin}"
-    launch.finish(turn, job, JobState.SAVED, EXIT_REQUEUE, why)
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """One phase: the report that counts, what follows, its budget, and what follows its end."""
@@ -538,11 +537,13 @@ class Row:
 
 
 TABLE: dict[Phase, Row] = {
+    Phase.WARM: Row(Phase.QUIESCE, planned.warmed, budgets.startup, planned.late),
+    Phase.AGREE: Row(Phase.AGREE, planned.agreed, budgets.agree, planned.disagreed),
     Phase.ALLOCATE: Row(None, _allocate_if_ready, budgets.allocate, _late_fences),
     Phase.QUIESCE: Row(Phase.QUIESCE, _plan, budgets.quiesce, _late_quiesce),
     Phase.HOLD: Row(Phase.QUIESCE, _plan, budgets.quiesce, _late_quiesce),
     Phase.REFORM: Row(Phase.VERIFY, _resume, budgets.reform, _late_reports),
     Phase.RESUME: Row(Phase.RESUME, _done, budgets.startup, _late_reports),
     Phase.SAVE: Row(Phase.SAVE, _saved, budgets.startup, _late_reports),
-    Phase.FALLBACK: Row(None, launch.relaunch, budgets.hold, _no_room),
+    Phase.FALLBACK: Row(None, launch.relaunch, budgets.hold, launch.no_room),
 }

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from keepstep import sabotage
 from keepstep.model import JobId, NodeId, OrderId, Phase, Policy, Rank, Seat, Sign
-from keepstep.orchestrator import incidents, migration, orders, spares
+from keepstep.orchestrator import incidents, migration, orders, planned, spares
 from keepstep.orchestrator.liveness import UNWATCHED_SECONDS_MAX
 from keepstep.orchestrator.state import (
     Cause,
@@ -113,6 +113,10 @@ def _compare_workers(turn: Turn, state: NodeState, facts: tuple[WorkerFact, ...]
             spares.release(turn.cluster, state.node, slot)
             continue
         job = turn.cluster.jobs[user.job]
+        if waiting := planned.waits_here(job, user):
+            if not planned.untold(job, waiting):
+                planned.lose(turn, job, waiting, "not found by its restarted agent")
+            continue
         if not _untold(job, user, listed & _seated(state, user.job)):
             job.missing[user.rank] = turn.now + MISSING_SECONDS
 
@@ -188,6 +192,7 @@ def _adopt_or_drop(turn: Turn, state: NodeState, fact: StandbyFact) -> None:
         and job.roster is not None
         and len(job.standbys) < job.spec.spares
         and fact.slot < state.slots
+        and not state.drained
     )
     if job is not None and wanted:
         spares.occupy(turn.cluster, state.node, fact.slot, Occupant(fact.job))
@@ -318,8 +323,49 @@ def lose(turn: Turn, node: NodeId, why: str) -> None:
         if job is None or job.state.over:
             continue
         _forget_missing(job, users)
-        if seated:
-            migration.step(turn, job, incidents.node_lost(job, node, why))
+        planned.lose_node(turn, job, node)
+        fault = incidents.node_lost(job, node, why) if seated else None
+        if fault is not None and fault.dead:
+            migration.step(turn, job, fault)
+
+
+def drain(turn: Turn, node: NodeId, why: str) -> None:
+    """Nothing new comes here, and what is here leaves as soon as it can."""
+    state = turn.cluster.nodes.get(node)
+    if state is None:
+        turn.ignore(f"no node is called {node}")
+        return
+    if not state.drained:
+        state.drained = why
+        turn.note(f"node {node} is drained: {why}")
+    for name in sorted({user.job for user in state.uses.values() if not user.fenced}):
+        job = turn.cluster.jobs[name]
+        if not job.state.over:
+            _clear_out(turn, job, state)
+    if not turn.touched:
+        turn.ignore(f"node {node} is drained already")
+
+
+def _clear_out(turn: Turn, job: Job, state: NodeState) -> None:
+    for standby in [s for s in job.standbys.values() if s.node == state.node]:
+        spares.drop_standby(turn, job, standby.node, standby.slot)
+    planned.avoid(turn, job, state.node)
+    if why := planned.refusal(job):
+        turn.note(f"{state.node} cannot become empty: {why}", job)
+    elif job.roster is not None:
+        ranks = [seat.rank for seat in job.roster.seats if seat.node == state.node]
+        planned.wish(turn, job, ranks, f"{state.node} is drained: {state.drained}")
+
+
+def undrain(turn: Turn, node: NodeId) -> None:
+    state = turn.cluster.nodes.get(node)
+    if state is None or not state.drained:
+        turn.ignore(f"node {node} is not drained")
+        return
+    for name in turn.cluster.open_jobs:
+        planned.withdraw(turn, turn.cluster.jobs[name], f"{node} is drained: {state.drained}")
+    state.drained = ""
+    turn.note(f"node {node} may be used again")
 
 
 def _forget_missing(job: Job, users: list[tuple[int, Occupant]]) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep.model import Endpoint, Generation, NodeId, Phase, Rank, Seat
-from keepstep.orchestrator.state import Cluster, Job, Migration
+from keepstep.model import Endpoint, Generation, NodeId, Phase, Rank, Roster, Seat
+from keepstep.orchestrator import roster
+from keepstep.orchestrator.state import Cluster, Job, Migration, generation_secret
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import (
+    Agree,
     Assign,
     Fence,
     Membership,
@@ -32,6 +34,11 @@ def tell(turn: Turn, job: Job, only: NodeId | None = None) -> None:
     if migration is None or job.roster is None:
         return
     match migration.phase:
+        case Phase.WARM:
+            _tell_warm(turn, job, migration, only)
+        case Phase.AGREE:
+            nodes = _nodes(turn.cluster, job, only)
+            turn.order(job, "agree", nodes, Agree(), job.promised)
         case Phase.ALLOCATE | Phase.FALLBACK:
             fence(turn, job, migration.fences, only)
         case Phase.QUIESCE | Phase.HOLD:
@@ -54,13 +61,31 @@ def tell(turn: Turn, job: Job, only: NodeId | None = None) -> None:
             raise AssertionError(f"a migration does not rest in {migration.phase}")
 
 
-def membership(cluster: Cluster, job: Job) -> Membership:
-    """What a worker has to know of the job's roster."""
-    roster = job.roster
-    assert roster is not None
-    store = cluster.nodes[roster.store_node]
+def membership(cluster: Cluster, now: Roster | None) -> Membership:
+    """What a worker has to know of a roster."""
+    assert now is not None
+    store = cluster.nodes[now.store_node]
     where = Endpoint(store.address, store.store_port)
-    return Membership(len(roster.seats), roster.secret, where, roster.mirror_stride)
+    return Membership(len(now.seats), now.secret, where, now.mirror_stride)
+
+
+def next_roster(cluster: Cluster, job: Job) -> Roster:
+    """The roster that a planned move leads to."""
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    seats = [migration.coming.get(seat.rank, seat) for seat in now.seats]
+    store = roster.store_node(seats, cluster.nodes, migration.coming, now.store_node)
+    secret = generation_secret(cluster, job.spec.job, job.promised)
+    return roster.build(job.spec.job, job.promised, secret, store, seats)
+
+
+def _tell_warm(turn: Turn, job: Job, migration: Migration, only: NodeId | None) -> None:
+    known = membership(turn.cluster, next_roster(turn.cluster, job))
+    for rank, seat in sorted(migration.coming.items()):
+        if only is None or seat.node == only:
+            name = f"assign/{rank}.{seat.incarnation}"
+            turn.order(job, name, (seat.node,), Assign(job.spec, seat, known), job.promised)
 
 
 def fence(turn: Turn, job: Job, incarnations: dict[Rank, int], only: NodeId | None = None) -> None:
@@ -84,21 +109,24 @@ def _tell_quiesce(turn: Turn, job: Job, migration: Migration, only: NodeId | Non
     )
     incident = job.incident
     why = incident.story[0].why if incident and incident.story else migration.purpose
-    known = membership(turn.cluster, job)
+    known = membership(turn.cluster, job.roster)
     # Joiners first: they have the longer way to the boundary.
     for rank in sorted(migration.fresh):
         seat = job.roster.seats[rank]
         if only is None or seat.node == only:
             name = f"assign/{rank}.{seat.incarnation}"
             turn.order(job, name, (seat.node,), Assign(job.spec, seat, known))
-    turn.order(job, "quiesce", survivors, Quiesce(why))
+    leavers = tuple(migration.leavers.values())
+    waiting = (seat.node for seat in leavers if only in (None, seat.node))
+    nodes = dict.fromkeys((*survivors, *(n for n in waiting if turn.cluster.nodes[n].alive)))
+    turn.order(job, "quiesce", nodes, Quiesce(why, migration.agreed, leavers))
 
 
 def _tell_reform(turn: Turn, job: Job, migration: Migration, only: NodeId | None) -> None:
     plan = migration.plan
     assert plan is not None
     action = Reform(
-        membership(turn.cluster, job), plan.boundary, plan.digest, plan.moves, plan.homes
+        membership(turn.cluster, job.roster), plan.boundary, plan.digest, plan.moves, plan.homes
     )
     turn.order(job, "reform", _nodes(turn.cluster, job, only), action)
 
@@ -108,7 +136,7 @@ def _tell_start(turn: Turn, job: Job, migration: Migration, only: NodeId | None)
     by_node: dict[NodeId, list[Seat]] = {}
     for seat in _seats(turn.cluster, job, only):
         by_node.setdefault(seat.node, []).append(seat)
-    known = membership(turn.cluster, job)
+    known = membership(turn.cluster, job.roster)
     for node, seats in by_node.items():
         action = StartWorkers(job.spec, tuple(seats), known, job.published_path)
         turn.order(job, f"start/{node}", (node,), action)

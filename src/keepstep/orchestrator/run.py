@@ -134,6 +134,11 @@ class Orchestrator:
         await self._inbox.put(_Waiting(event, decided))
         return await decided
 
+    def consider(self, event: events.Event) -> brain.Decision:
+        """What an event would lead to now, on a copy: nothing is changed and nobody is told."""
+        copy = state.from_plain(state.to_plain(self.cluster))
+        return brain.step(copy, event, self.now())
+
     def picture(self) -> dict[str, Any]:
         """The cluster for people: the brain's own view, and what only heartbeats know."""
         plain = view.describe(self.cluster)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from keepstep.model import JobState, Rank, Seat
+from collections.abc import Iterable
+from dataclasses import replace
+
+from keepstep.model import JobState, NodeId, Rank, Seat
 from keepstep.orchestrator import spares
-from keepstep.orchestrator.state import Job, Migration, Occupant
+from keepstep.orchestrator.state import Job, Migration, Occupant, next_incarnation
 from keepstep.orchestrator.turn import Turn
+from keepstep.wire import Fence
 
 
 def seat_joiners(turn: Turn, job: Job, seats: list[Seat]) -> list[str]:
@@ -17,7 +21,7 @@ def seat_joiners(turn: Turn, job: Job, seats: list[Seat]) -> list[str]:
         choice = spares.choose(turn.cluster, job, turn.now)
         if choice is None:
             break
-        incarnation = seats[rank].incarnation + 1
+        incarnation = next_incarnation(job, seats[rank])
         spares.take(turn.cluster, job, choice, rank, incarnation)
         seats[rank] = Seat(rank, choice.node, choice.slot, incarnation)
         del migration.gone[rank]
@@ -25,6 +29,14 @@ def seat_joiners(turn: Turn, job: Job, seats: list[Seat]) -> list[str]:
         migration.joined[rank] = incarnation
         told.append(f"rank {rank} to {choice.why}")
     return told
+
+
+def survivors(job: Job) -> int:
+    """Seats whose workers were there before, and still are."""
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    return len(now.seats) - len(migration.gone) - len(migration.fresh)
 
 
 def hold_clock(turn: Turn, job: Job, holding: bool) -> None:
@@ -67,6 +79,40 @@ def vacate(turn: Turn, job: Job, rank: Rank, why: str) -> None:
     migration.fences.pop(rank, None)
     migration.fresh.pop(rank, None)
     migration.gone[rank] = why
+
+
+def write_off_fences(turn: Turn, job: Job) -> None:
+    """Kills that nobody confirmed: their seats are empty, their slots stay taken until a death."""
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    for rank in sorted(migration.fences):
+        seat = now.seats[rank]
+        uses = turn.cluster.nodes[seat.node].uses
+        user = Occupant(job.spec.job, rank, seat.incarnation)
+        if uses.get(seat.slot) == user:
+            uses[seat.slot] = replace(user, fenced=True)
+        del migration.fences[rank]
+        migration.fresh.pop(rank, None)
+        migration.gone[rank] = "fenced without an answer"
+        turn.note(f"the kill of rank {rank} on {seat.node} is not confirmed: going on", job)
+
+
+def dismiss(turn: Turn, job: Job, seats: Iterable[Seat]) -> None:
+    """End workers that hold no seat: their slots are free once they are dead."""
+    by_node: dict[NodeId, list[Seat]] = {}
+    for seat in seats:
+        node = turn.cluster.nodes[seat.node]
+        if not node.alive:
+            continue
+        user = Occupant(job.spec.job, seat.rank, seat.incarnation, fenced=True)
+        if node.uses.get(seat.slot) == replace(user, fenced=False):
+            node.uses[seat.slot] = user
+        by_node.setdefault(seat.node, []).append(seat)
+    for name, gone in by_node.items():
+        order = f"dismiss/{name}/{gone[0].rank}.{gone[0].incarnation}"
+        turn.order(job, order, (name,), Fence(tuple(gone)))
+        turn.touched = True
 
 
 def forget_finished(job: Job, migration: Migration) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from keepstep.model import NodeId, Rank
@@ -78,19 +79,27 @@ def tainted(cluster: Cluster, node: NodeId, slot: int, now: float) -> bool:
     return taint is not None and now < taint.until
 
 
-def choose(cluster: Cluster, job: Job, now: float) -> Choice | None:
-    """The best spare for one seat of the job, or None."""
+def choose(
+    cluster: Cluster,
+    job: Job,
+    now: float,
+    without: Set[tuple[NodeId, int]] = frozenset(),
+    only: NodeId = NodeId(""),
+) -> Choice | None:
+    """The best spare for one seat of the job, or None. Some slots may be spoken for already."""
     parked = [
         standby
         for standby in job.standbys.values()
         if _usable(cluster.nodes[standby.node])
         and not tainted(cluster, standby.node, standby.slot, now)
+        and (standby.node, standby.slot) not in without
+        and only in ("", standby.node)
     ]
     if parked:
         best = min(parked, key=lambda s: (not s.ready, *_crowd(cluster, job, s.node), s.slot))
         why = f"the {'ready' if best.ready else 'warming'} standby on {best.node} slot {best.slot}"
         return Choice(best.node, best.slot, True, why)
-    found = _free_slot(cluster, job, now)
+    found = _free_slot(cluster, job, now, without, only)
     if found is None:
         return None
     node, slot = found
@@ -155,6 +164,9 @@ def clear(turn: Turn, job: Job, exit_code: int, why: str) -> None:
     nodes = {standby.node: None for standby in job.standbys.values()}
     if job.roster is not None:
         nodes.update((seat.node, None) for seat in job.roster.seats)
+    if job.migration is not None:
+        waiting = (*job.migration.coming.values(), *job.migration.leavers.values())
+        nodes.update((seat.node, None) for seat in waiting)
     for node in nodes:
         state = turn.cluster.nodes[node]
         state.uses = {slot: user for slot, user in state.uses.items() if user.job != job.spec.job}
@@ -165,7 +177,7 @@ def clear(turn: Turn, job: Job, exit_code: int, why: str) -> None:
 
 
 def _usable(state: NodeState) -> bool:
-    return state.alive and state.linked and state.silent_at < 0
+    return state.alive and state.linked and state.silent_at < 0 and not state.drained
 
 
 def _crowd(cluster: Cluster, job: Job, node: NodeId) -> tuple[bool, int, tuple[str | int, ...]]:
@@ -177,13 +189,20 @@ def _crowd(cluster: Cluster, job: Job, node: NodeId) -> tuple[bool, int, tuple[s
     return (seats, ours, natural(node))
 
 
-def _free_slot(cluster: Cluster, job: Job, now: float) -> tuple[NodeId, int] | None:
+def _free_slot(
+    cluster: Cluster,
+    job: Job,
+    now: float,
+    without: Set[tuple[NodeId, int]] = frozenset(),
+    only: NodeId = NodeId(""),
+) -> tuple[NodeId, int] | None:
     best: tuple[tuple[bool, int, tuple[str | int, ...]], NodeId, int] | None = None
-    for node in itertools.islice(cluster.free, FREE_NODES_LOOKED_AT_MAX):
-        state = cluster.nodes[node]
-        if not _usable(state):
+    looked_at = (only,) if only else cluster.free
+    for node in itertools.islice(looked_at, FREE_NODES_LOOKED_AT_MAX):
+        state = cluster.nodes.get(node)
+        if state is None or not _usable(state):
             continue
-        slots = free_slots(cluster, state, now)
+        slots = [s for s in free_slots(cluster, state, now) if (node, s) not in without]
         if not slots:
             continue
         crowd = _crowd(cluster, job, node)

@@ -28,6 +28,7 @@ from keepstep.model import (
     Phase,
     Rank,
     Roster,
+    Seat,
     Sign,
     Term,
 )
@@ -39,6 +40,7 @@ STORY_LINES_MAX = 200
 STORY_LINES_CLOSED_MAX = 40
 CAUSES_MAX = 64
 JOBS_OVER_MAX = 200
+REQUESTS_MAX = 1000
 DETAIL_CHARS_MAX = 8000
 
 
@@ -73,6 +75,8 @@ class NodeState:
     vouched_at: float = -1.0
     """When a job's steps last proved its ranks well, while its agent was not heard; -1: never."""
     store_good: bool = True
+    drained: str = ""
+    """Why nothing may be placed here any more; empty: it may."""
     uses: dict[int, Occupant] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
 
@@ -131,7 +135,8 @@ class Incident:
     causes_count: int = 0
     story: tuple[Line, ...] = ()
     outcome: str = ""
-    """resumed | fallback | restart | saved | failed | stopped; empty while it is open."""
+    """resumed | moved | abandoned | fallback | restart | saved | failed | stopped; empty while it
+    is open."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in each phase."""
     generation: Generation = Generation(0)
@@ -162,7 +167,7 @@ class Migration:
     kind: str
     """start | unplanned | planned."""
     purpose: str
-    """recover | save | start."""
+    """recover | save | start | move."""
     phase: Phase
     phase_at: float
     began_at: float
@@ -191,6 +196,14 @@ class Migration:
     """First steps that failed with nobody to blame."""
     plan: Plan | None = None
     hold_since: float = -1.0
+    coming: dict[Rank, Seat] = field(default_factory=dict)
+    """Planned: the seats that are being made warm while their ranks train on elsewhere."""
+    warm: dict[Rank, SeatReport] = field(default_factory=dict)
+    """What the workers of those seats said when they were ready."""
+    leavers: dict[Rank, Seat] = field(default_factory=dict)
+    """Planned: the old seats, with their workers waiting in case the new ones fail."""
+    agreed: int = -1
+    """Planned: the boundary at which all ranks stop; -1: as soon as they can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +234,19 @@ class Death:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A wish: this worker's rank shall move, as soon as a target is warm."""
+
+    incarnation: int
+    why: str
+    asked_at: float
+    to: NodeId = NodeId("")
+    """Only there; empty: the best spare."""
+    waits: str = ""
+    """Why it cannot begin yet."""
+
+
 @dataclass(slots=True)
 class Job:
     """One training run, many generations."""
@@ -231,6 +257,14 @@ class Job:
     generation: Generation = Generation(0)
     roster: Roster | None = None
     """Of the newest generation, also while it is being formed."""
+    promised: Generation = Generation(0)
+    """The newest generation that any worker was told of; later ones have higher numbers."""
+    incarnations: dict[Rank, int] = field(default_factory=dict)
+    """The highest that a rank ever had, if its present worker has a lower one."""
+    leaving: dict[Rank, Leave] = field(default_factory=dict)
+    leave_at: float = 0.0
+    """Before this moment no planned move begins: the last one failed."""
+    moves_failed: int = 0
     settled: tuple[Settled, ...] = ()
     begun: bool = False
     """Some rank committed a step since the workers were last started from the top."""
@@ -278,6 +312,8 @@ class Cluster:
     jobs: dict[JobId, Job] = field(default_factory=dict)
     open_jobs: tuple[JobId, ...] = ()
     taints: dict[str, Taint] = field(default_factory=dict)
+    requests: dict[str, int] = field(default_factory=dict)
+    """Operators' requests that were followed, and when, by the counter: a repetition is known."""
     closed: tuple[Incident, ...] = ()
     """The last incidents, oldest first."""
 
@@ -314,6 +350,11 @@ def generation_secret(cluster: Cluster, job: JobId, generation: Generation) -> s
 def natural(node: NodeId) -> tuple[str | int, ...]:
     """Sorts n2 before n10, as people read them."""
     return tuple(int(p) if p.isdigit() else p for p in re.split(r"(\d+)", node))
+
+
+def next_incarnation(job: Job, seat: Seat) -> int:
+    """One that no worker of this rank ever had: agents remember how each of them ended."""
+    return 1 + max(seat.incarnation, job.incarnations.get(seat.rank, -1))
 
 
 def slot_key(node: NodeId, slot: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from keepstep.model import JobId, NodeId, OrderId
+from keepstep.model import Generation, JobId, NodeId, OrderId
 from keepstep.orchestrator.state import STORY_LINES_MAX, Cluster, Job, Line
 from keepstep.wire import Action, Order, Published
 
@@ -38,15 +38,21 @@ class Turn:
         self.ignored = ""
         self.touched = False
 
-    def order(self, job: Job, name: str, nodes: Iterable[NodeId], action: Action) -> None:
+    def order(
+        self,
+        job: Job,
+        name: str,
+        nodes: Iterable[NodeId],
+        action: Action,
+        generation: Generation | None = None,
+    ) -> None:
         """Send an action to nodes; nodes without a stream get it again with their Hello."""
         told = tuple(nodes)
         if not told:
             return
-        order_id = OrderId(f"{job.spec.job}/g{job.generation}/{name}")
-        self.orders.append(
-            Order(self.cluster.term, job.generation, order_id, job.spec.job, told, action)
-        )
+        number = job.generation if generation is None else generation
+        order_id = OrderId(f"{job.spec.job}/g{number}/{name}")
+        self.orders.append(Order(self.cluster.term, number, order_id, job.spec.job, told, action))
 
     def note(self, why: str, job: Job | None = None) -> None:
         """Record a transition; it also becomes a line of the open incident's story."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from keepstep import codec
-from keepstep.model import JobId, Rank
+from keepstep.model import JobId, Phase, Rank
 from keepstep.orchestrator.state import Cluster, Incident, Job, Migration, NodeState, natural
 
 
@@ -68,6 +68,10 @@ def job_view(job: Job) -> dict[str, Any]:
         "fallbacks": job.fallbacks,
         "incident": job.incident.incident if job.incident else None,
         "migration": _migration_view(job.migration) if job.migration else None,
+        "leaving": [
+            {"rank": rank, "why": leave.why, "to": leave.to or None, "waits": leave.waits or None}
+            for rank, leave in sorted(job.leaving.items())
+        ],
         "store_node": job.roster.store_node if job.roster else None,
         "mirror_stride": job.roster.mirror_stride if job.roster else None,
         "seats": _seats_view(job),
@@ -88,6 +92,8 @@ def _migration_view(migration: Migration) -> dict[str, Any]:
         "recoveries": migration.recoveries,
         "boundary": migration.plan.boundary if migration.plan else None,
         "hold_since": migration.hold_since if migration.hold_since >= 0 else None,
+        "coming": [codec.to_plain(seat) for _, seat in sorted(migration.coming.items())],
+        "leavers": [codec.to_plain(seat) for _, seat in sorted(migration.leavers.items())],
     }
 
 
@@ -148,14 +154,25 @@ def node_view(cluster: Cluster, state: NodeState) -> dict[str, Any]:
         "slots": state.slots,
         "free": state.slots - len(state.uses) if state.alive else 0,
         "store_good": state.store_good,
+        "drained": state.drained or None,
+        "empty": _is_empty(cluster, state),
         "labels": dict(state.labels),
         "uses": uses,
     }
 
 
+def _is_empty(cluster: Cluster, state: NodeState) -> bool:
+    """Nothing runs here and nobody meets here: the node can be switched off."""
+    open_jobs = (cluster.jobs[name] for name in cluster.open_jobs)
+    meets = any(job.roster and job.roster.store_node == state.node for job in open_jobs)
+    return not state.uses and not meets
+
+
 def incident_view(incident: Incident) -> dict[str, Any]:
     """One incident with its story and the pause by phase."""
     closed = incident.closed_at >= 0
+    # While targets warm up and a boundary is agreed upon, everybody trains.
+    training = sum(incident.seconds.get(phase, 0.0) for phase in (Phase.WARM, Phase.AGREE))
     return {
         "id": incident.incident,
         "job": incident.job,
@@ -169,5 +186,5 @@ def incident_view(incident: Incident) -> dict[str, Any]:
         "causes_count": incident.causes_count,
         "story": [[line.at, line.phase, line.why] for line in incident.story],
         "seconds": dict(incident.seconds),
-        "pause_seconds": incident.closed_at - incident.opened_at if closed else None,
+        "pause_seconds": incident.closed_at - incident.opened_at - training if closed else None,
     }

@@ -3,7 +3,8 @@
 The link's thread calls `receive`; the training thread calls `take`. An order of an older
 generation is dropped; a repeated one is answered with the report that its first copy produced.
 A Quiesce interrupts: the groups are aborted at once, from the link's thread, so that a training
-thread that waits in a collective comes back.
+thread that waits in a collective comes back. One that names a boundary ahead does not: the training
+thread comes to it by itself. An Agree is answered from the link's thread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 
 from keepstep import wire
 from keepstep.errors import Transient
+from keepstep.model import Phase
 
 
 class Inbox:
@@ -30,12 +32,27 @@ class Inbox:
         self._answers: dict[str, wire.Published] = {}
         self.busy: Callable[[], wire.WorkerReport | None] = lambda: None
         """Says how long this rank is still busy, when it is; asked while a Quiesce waits."""
+        self.where: Callable[[], wire.SeatReport | None] = lambda: None
+        """Says where this rank is; None while it has no state."""
+        self.passed: Callable[[int], bool] = lambda at: True
+        """Whether a boundary lies behind this rank, or will never come."""
         self.generation = 0
 
     @property
     def pending(self) -> bool:
         """True while an order waits for the training thread. Cheap: read at every boundary."""
         return bool(self._orders)
+
+    def due(self, step: int) -> bool:
+        """True if an order waits that is to be followed at this boundary. Cheap."""
+        if not self._orders:
+            return False
+        try:
+            action = self._orders[0].action
+        except IndexError:
+            # A newer generation's order is just taking its place.
+            return True
+        return not (isinstance(action, wire.Quiesce) and action.at > step)
 
     def receive(self, message: wire.Message) -> None:
         """The link's thread delivers."""
@@ -61,14 +78,25 @@ class Inbox:
                 self._seen.clear()
                 self._reports.clear()
                 self._orders.clear()
+            if isinstance(order.action, wire.Agree):
+                self._agree(order)
+                return
             self._seen.add(key)
             self._orders.append(order)
             self._ready.notify_all()
         if isinstance(order.action, wire.Quiesce):
-            self._interrupt()
+            # Looked at after the order is in place: whoever passed the boundary before did not see
+            # it, and has to be called back.
+            if self.passed(order.action.at):
+                self._interrupt()
             busy = self.busy()
             if busy is not None:
                 self._send(busy)
+
+    def _agree(self, order: wire.Order) -> None:
+        here = self.where()
+        if here is not None:
+            self._send(wire.WorkerReport(order.job, order.generation, Phase.AGREE, here))
 
     def take(self, seconds_max: float) -> wire.Order:
         """The next order; raises Transient when none comes in time."""

@@ -90,6 +90,11 @@ class Keeper:
         self.inbox = Inbox(self._interrupt, self._link.send)
         self.inbox.expect(self.generation)
         self.inbox.busy = self._busy_report
+        self.inbox.where = self._where
+        self.inbox.passed = self._passed
+        self.leaves_in = -1
+        """In this generation another worker has our rank; we wait, in case it fails."""
+        self._finishing = False
         self._busy_until: tuple[str, float] | None = None
         self._slices = SliceDigest()
         self._open_memory()
@@ -169,7 +174,7 @@ class Keeper:
 
     def begin(self) -> int:
         """Enter a step; joins a migration first if one waits."""
-        while self.inbox.pending:
+        while self.inbox.due(self._here):
             self.recover()
         if self.boundary.step in _COMPARE_AT:
             self._compare()
@@ -283,8 +288,10 @@ class Keeper:
 
     def finish(self) -> bool:
         """After the last step one more world collective commits it. False: try again."""
+        # From here on no boundary is ahead of us: whatever is ordered is followed where we are.
+        self._finishing = True
         try:
-            while self.inbox.pending:
+            while self.inbox.due(self._here):
                 self.recover()
             side_barrier(self.groups)
         except RuntimeError as error:
@@ -365,7 +372,8 @@ class Keeper:
 
     def is_fault(self, error: BaseException) -> bool:
         """Is this a broken collective, or the user's own exception?"""
-        return is_communication(error) or (isinstance(error, RuntimeError) and self.inbox.pending)
+        called = self.inbox.due(self._here)
+        return is_communication(error) or (isinstance(error, RuntimeError) and called)
 
     def fault(self, error: BaseException) -> None:
         """A collective broke under us: say so, and do as the orders tell."""
@@ -403,6 +411,25 @@ class Keeper:
                 text,
             )
         )
+
+    @property
+    def _here(self) -> int:
+        """The boundary that this rank is at; after the last step no boundary is ahead of it."""
+        return sys.maxsize if self._finishing else self.boundary.step
+
+    def _where(self) -> wire.SeatReport | None:
+        """For the link's thread: the boundary that this rank is at."""
+        if not self.has_state or self.cursor is None:
+            return None
+        return wire.SeatReport(
+            Rank(self.place.rank),
+            boundary=self.boundary.step,
+            step_seconds=self.page.read().step_ns / 1e9,
+            unsettled=self.unsettled,
+        )
+
+    def _passed(self, at: int) -> bool:
+        return not self.has_state or self._here >= at
 
     def reach(self, point: str) -> None:
         failpoint.reach(f"rank-{self.place.rank}-{point}")

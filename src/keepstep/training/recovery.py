@@ -35,12 +35,18 @@ _STORE_SECONDS_MAX = 5.0
 def obey(keeper: Keeper, order: wire.Order) -> bool:
     """Carry out one order. True when training may go on."""
     generation = int(order.generation)
+    if keeper.leaves_in == generation and not isinstance(order.action, wire.Quiesce | wire.Stop):
+        # Another worker has our rank in this generation.
+        return False
     match order.action:
         case wire.Assign():
             # Another rank fell while this one was on its way here: the same seat once more.
             joiner = wire.SeatReport(Rank(keeper.place.rank))
             keeper.report("Assign", Phase.QUIESCE, joiner, generation)
-        case wire.Quiesce():
+        case wire.Quiesce() as quiesce:
+            me = (keeper.place.rank, keeper.place.incarnation)
+            if me in [(seat.rank, seat.incarnation) for seat in quiesce.leaving]:
+                keeper.leaves_in = generation
             _quiesce(keeper, generation)
         case wire.Reform() as reform:
             _reform(keeper, generation, reform)

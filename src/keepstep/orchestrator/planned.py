@@ -1,0 +1,362 @@
+"""Planned moves: a rank leaves while its worker is alive and well.
+
+    a wish (migrate, drain) -> WARM -> AGREE -> QUIESCE … RESUME as in any migration -> release
+
+Nobody pauses before the target is completely warm and all ranks know one boundary that suits them
+all. Until the first step of the new generation is committed the leaver waits with its state: if
+the target fails, the rank goes back to it, and the wish stays. A fault of anybody else while
+targets warm up comes first; the move is made afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from keepstep.model import Generation, JobState, MigrationId, NodeId, Phase, Rank, Seat
+from keepstep.orchestrator import launch, orders, seating, spares
+from keepstep.orchestrator.state import (
+    Job,
+    Leave,
+    Migration,
+    Occupant,
+    next_incarnation,
+)
+from keepstep.orchestrator.turn import Turn
+from keepstep.wire import Observed
+
+LEAD_SECONDS = 0.1
+"""The agreed boundary is so far ahead that the order reaches everybody before it."""
+RETRY_SECONDS_MIN = 1.0
+RETRY_SECONDS_MAX = 60.0
+
+TRAINING = (Phase.WARM, Phase.AGREE)
+"""Phases in which everybody still trains in the old generation."""
+
+
+# ---------------------------------------------------------------- wishes
+
+
+def wish(turn: Turn, job: Job, ranks: Iterable[Rank], why: str, to: NodeId = NodeId("")) -> None:
+    """These ranks shall move; those that are already on their way stay on it."""
+    assert job.roster is not None
+    moving = job.migration.leavers if job.migration else {}
+    new = []
+    for rank in sorted(ranks):
+        seat = job.roster.seats[rank]
+        if rank in moving or rank in job.leaving:
+            continue
+        job.leaving[rank] = Leave(seat.incarnation, why, turn.now, to)
+        new.append(rank)
+    if new:
+        listed = ", ".join(map(str, new[:8]))
+        where = f" to {to}" if to else ""
+        turn.note(f"rank {listed} shall move{where}: {why}", job)
+        job.leave_at = 0.0
+        begin(turn, job)
+
+
+def withdraw(turn: Turn, job: Job, why: str) -> None:
+    """Wishes with this reason are not wanted any more, unless the move is under way."""
+    moving = job.migration
+    busy = {*moving.coming, *moving.leavers} if moving is not None else set()
+    gone = [rank for rank, leave in job.leaving.items() if leave.why == why and rank not in busy]
+    for rank in gone:
+        del job.leaving[rank]
+    if gone:
+        turn.note(f"rank {', '.join(map(str, sorted(gone)[:8]))} may stay", job)
+
+
+def refusal(job: Job) -> str:
+    """Why no rank of this job can be moved, ever; empty if some can."""
+    if job.spec.world_size == 1:
+        return (
+            f"{job.spec.job} has one rank, and nobody from whom a second worker could get its "
+            "state; use `keepstep stop --save` and run it again"
+        )
+    return ""
+
+
+# ---------------------------------------------------------------- WARM
+
+
+def begin(turn: Turn, job: Job) -> None:
+    """Start to warm targets for all who wish to leave, if there is room for each."""
+    waits = job.migration is not None or job.state is not JobState.RUNNING or bool(job.finished)
+    if waits or not job.leaving or turn.now < job.leave_at or job.roster is None:
+        return
+    _forget_stale(turn, job)
+    # Somebody has to stay: the others get their state from those who do.
+    ranks = sorted(job.leaving)[: len(job.roster.seats) - 1]
+    if not ranks:
+        return
+    chosen = _choose(turn, job, ranks)
+    if chosen is None:
+        return
+    launch.open_incident(turn, job)
+    name = MigrationId(f"m{turn.cluster.next()}")
+    migration = Migration(name, "planned", "move", Phase.WARM, turn.now, turn.now, outcome="moved")
+    job.migration = migration
+    job.promised = Generation(max(job.generation, job.promised) + 1)
+    told = []
+    for rank, choice in zip(ranks, chosen, strict=True):
+        incarnation = next_incarnation(job, job.roster.seats[rank])
+        job.incarnations[rank] = incarnation
+        spares.take(turn.cluster, job, choice, rank, incarnation)
+        migration.coming[rank] = Seat(rank, choice.node, choice.slot, incarnation)
+        told.append(f"rank {rank} to {choice.why}")
+    moved = ", ".join(told[:4]) + (f" and {len(told) - 4} more" if len(told) > 4 else "")
+    why = job.leaving[ranks[0]].why
+    turn.note(f"planned ({why}): warming {moved}; training goes on", job)
+    orders.tell(turn, job)
+
+
+def _forget_stale(turn: Turn, job: Job) -> None:
+    assert job.roster is not None
+    for rank, leave in sorted(job.leaving.items()):
+        if job.roster.seats[rank].incarnation != leave.incarnation:
+            # It moved for another reason: whoever is there now was not meant.
+            del job.leaving[rank]
+            turn.touched = True
+
+
+def _choose(turn: Turn, job: Job, ranks: Sequence[Rank]) -> list[spares.Choice] | None:
+    """A target for each, or None (and each wish says why)."""
+    chosen: list[spares.Choice] = []
+    for rank in ranks:
+        leave = job.leaving[rank]
+        taken = {(choice.node, choice.slot) for choice in chosen}
+        choice = spares.choose(turn.cluster, job, turn.now, without=taken, only=leave.to)
+        if choice is None:
+            _wait(turn, job, ranks, leave.to)
+            return None
+        chosen.append(choice)
+    return chosen
+
+
+def _wait(turn: Turn, job: Job, ranks: Sequence[Rank], to: NodeId) -> None:
+    free = len(job.standbys)
+    where = f"{to} has no free slot" if to else f"{len(ranks)} ranks need a slot, {free} are spare"
+    fix = "add a node, undrain one, or stop a job"
+    waits = f"no room yet: {where}; {fix}"
+    if any(job.leaving[rank].waits != waits for rank in ranks):
+        for rank in ranks:
+            job.leaving[rank] = replace(job.leaving[rank], waits=waits)
+        turn.note(f"rank {', '.join(map(str, ranks[:8]))} cannot move: {waits}", job)
+
+
+def late(turn: Turn, job: Job) -> None:
+    limit = job.spec.policy.startup_seconds_max
+    give_up(turn, job, f"not all targets were warm within {limit:g} s")
+
+
+def warmed(turn: Turn, job: Job) -> None:
+    """All targets are ready: where is everybody?"""
+    migration = job.migration
+    assert migration is not None
+    migration.warm = dict(migration.reports)
+    launch.change_phase(turn, job, Phase.AGREE)
+    turn.note(f"{len(migration.warm)} targets are warm: looking for a common boundary", job)
+    orders.tell(turn, job)
+
+
+# ---------------------------------------------------------------- AGREE
+
+
+def agreed(turn: Turn, job: Job) -> None:
+    """All have said where they are: the boundary is just far enough ahead."""
+    migration = job.migration
+    assert migration is not None
+    reports = migration.reports.values()
+    if any(report.unsettled for report in reports):
+        give_up(turn, job, "the run is in its very first steps")
+        return
+    step_seconds = max(report.step_seconds for report in reports)
+    ahead = math.ceil(LEAD_SECONDS / max(step_seconds, 0.001))
+    migration.agreed = max(report.boundary for report in reports) + max(1, ahead)
+    why = f"all ranks stop at boundary {migration.agreed}"
+    _quiesce(turn, job, why, ahead * step_seconds)
+
+
+def disagreed(turn: Turn, job: Job) -> None:
+    """Somebody did not answer. A step that is left half-way is made again: that works as well."""
+    _quiesce(turn, job, "not all ranks said where they are: they stop where they can", 0.0)
+
+
+def _quiesce(turn: Turn, job: Job, why: str, seconds: float) -> None:
+    migration, before = job.migration, job.roster
+    assert migration is not None
+    assert before is not None
+    new = orders.next_roster(turn.cluster, job)
+    migration.leavers = {rank: before.seats[rank] for rank in sorted(migration.coming)}
+    migration.joined = {rank: seat.incarnation for rank, seat in migration.coming.items()}
+    migration.coming = {}
+    # The pause begins here, and with it what is told as its duration.
+    migration.began_at = turn.now
+    job.generation = job.promised
+    launch.enter_generation(turn, job, new)
+    launch.change_phase(turn, job, Phase.QUIESCE)
+    migration.reports, migration.warm = migration.warm, {}
+    migration.busy = {seat.rank: turn.now + 4 * seconds for seat in new.seats}
+    job.state = JobState.MIGRATING
+    turn.note(f"{why}, in generation {job.generation}", job)
+    orders.tell(turn, job)
+
+
+# ---------------------------------------------------------------- ends
+
+
+def release(turn: Turn, job: Job) -> None:
+    """The first step without the leavers is committed: they may go."""
+    migration = job.migration
+    assert migration is not None
+    if not migration.leavers:
+        return
+    for rank in migration.leavers:
+        job.leaving.pop(rank, None)
+        job.incarnations.pop(rank, None)
+    job.moves_failed = 0
+    left = ", ".join(f"{rank} from {seat.node}" for rank, seat in sorted(migration.leavers.items()))
+    seating.dismiss(turn, job, migration.leavers.values())
+    migration.leavers = {}
+    turn.note(f"released: rank {left}", job)
+
+
+def give_up(turn: Turn, job: Job, why: str) -> None:
+    """The target failed while everybody trained on: nothing happened. The wish stays."""
+    migration = job.migration
+    assert migration is not None
+    assert migration.phase in TRAINING
+    seating.dismiss(turn, job, migration.coming.values())
+    migration.coming = {}
+    _retry_later(turn, job)
+    turn.note(f"{why}: the move is given up for now; nothing is lost", job)
+    launch.change_phase(turn, job, Phase.DONE)
+    launch.close_incident(turn, job, "abandoned")
+    job.migration = None
+
+
+def _retry_later(turn: Turn, job: Job) -> None:
+    wait = min(RETRY_SECONDS_MIN * 2.0**job.moves_failed, RETRY_SECONDS_MAX)
+    job.moves_failed = min(job.moves_failed + 1, 16)
+    job.leave_at = turn.now + wait
+
+
+def turn_back(turn: Turn, job: Job, seats: list[Seat]) -> None:
+    """A fault: ranks without a worker go to the one that waits for them, old or new."""
+    migration = job.migration
+    assert migration is not None
+    for rank in sorted(migration.coming):
+        coming = migration.coming.pop(rank)
+        if rank in migration.gone:
+            seats[rank] = coming
+            del migration.gone[rank]
+            migration.fresh[rank] = turn.now
+            migration.joined[rank] = coming.incarnation
+            turn.note(f"rank {rank} died on the way: its target on {coming.node} takes over", job)
+        else:
+            seating.dismiss(turn, job, (coming,))
+    migration.agreed = -1
+    for rank in sorted(set(migration.leavers) & set(migration.gone)):
+        leaver = migration.leavers.pop(rank)
+        seats[rank] = leaver
+        del migration.gone[rank]
+        migration.joined.pop(rank, None)
+        _retry_later(turn, job)
+        turn.note(f"the target of rank {rank} failed: it goes on where it was, {leaver.node}", job)
+
+
+def recall(turn: Turn, job: Job) -> bool:
+    """Too few others are left: those who wait to leave hold whole state. False: nobody waits."""
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    for rank in sorted(migration.leavers):
+        if rank not in migration.gone:
+            seating.dismiss(turn, job, (now.seats[rank],))
+            migration.gone[rank] = "its leaver is needed"
+        migration.fresh.pop(rank, None)
+        migration.joined.pop(rank, None)
+    return bool(migration.leavers)
+
+
+def ended(turn: Turn, job: Job, event: Observed) -> bool:
+    """A worker that waits, old or new, has ended. False: it is neither."""
+    migration = job.migration
+    if migration is None:
+        return False
+    rank = event.rank
+    coming, leaver = migration.coming.get(rank), migration.leavers.get(rank)
+    if coming is not None and (coming.node, coming.incarnation) == (event.node, event.incarnation):
+        lose(turn, job, coming, event.detail or f"it ended with {event.exit_code}")
+        return True
+    if leaver is not None and (leaver.node, leaver.incarnation) == (event.node, event.incarnation):
+        lose(turn, job, leaver, event.detail or f"it ended with {event.exit_code}")
+        return True
+    return False
+
+
+def lose(turn: Turn, job: Job, seat: Seat, why: str) -> None:
+    """A target or a leaver is gone."""
+    migration = job.migration
+    assert migration is not None
+    spares.release(turn.cluster, seat.node, seat.slot)
+    if migration.leavers.get(seat.rank) == seat:
+        del migration.leavers[seat.rank]
+        job.leaving.pop(seat.rank, None)
+        turn.note(f"rank {seat.rank} left {seat.node} earlier than planned: {why}", job)
+        return
+    del migration.coming[seat.rank]
+    give_up(turn, job, f"the target of rank {seat.rank} on {seat.node} is gone ({why})")
+
+
+def lose_node(turn: Turn, job: Job, node: NodeId) -> None:
+    """A node is lost: with it those who wait there."""
+    migration = job.migration
+    if migration is None:
+        return
+    for seat in [s for s in migration.leavers.values() if s.node == node]:
+        lose(turn, job, seat, "its node is lost")
+    for seat in [s for s in migration.coming.values() if s.node == node]:
+        if job.migration is migration:
+            lose(turn, job, seat, "its node is lost")
+
+
+def avoid(turn: Turn, job: Job, node: NodeId) -> None:
+    """Targets must not be warmed on this node any more."""
+    migration = job.migration
+    if migration and any(seat.node == node for seat in migration.coming.values()):
+        give_up(turn, job, f"{node} is no place to move to any more")
+        job.leave_at = turn.now
+
+
+def waits_here(job: Job, user: Occupant) -> Seat | None:
+    """The target or leaver that a slot's occupant is, if it is one."""
+    migration = job.migration
+    if migration is None:
+        return None
+    for seats in (migration.coming, migration.leavers):
+        seat = seats.get(user.rank)
+        if seat is not None and seat.incarnation == user.incarnation:
+            return seat
+    return None
+
+
+def untold(job: Job, seat: Seat) -> bool:
+    """A target whose order may never have arrived: it is told again, not mourned."""
+    migration = job.migration
+    return (
+        migration is not None
+        and migration.phase is Phase.WARM
+        and migration.coming.get(seat.rank) == seat
+        and seat.rank not in migration.reports
+    )
+
+
+def waiting(job: Job) -> tuple[Seat, ...]:
+    """Workers without a seat of the roster: targets that warm up, and leavers."""
+    migration = job.migration
+    if migration is None:
+        return ()
+    return (*migration.coming.values(), *migration.leavers.values())

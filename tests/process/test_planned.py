@@ -1,0 +1,132 @@
+"""Planned moves with real processes: ranks leave while all is well, and nothing differs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process.job import SmallJob
+from tests.process.test_session import PLAIN_BODY, check_as_bare, loop
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
+SCRIPT = loop(PLAIN_BODY, steps=300)
+
+
+def keepstep(job: SmallJob, *arguments: str, seconds_max: float = 120.0) -> str:
+    """A command as an operator would type it; it must succeed."""
+    client = job.cluster.client
+    token = job.directory / "run" / "token"
+    command = [sys.executable, "-m", "keepstep.cli", *arguments]
+    command += ["--orchestrator", client.url, "--token-file", str(token)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds_max, check=False)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout.strip()
+
+
+def node_of(job: SmallJob, rank: int) -> str:
+    return str(job.view()["seats"][rank]["node"])
+
+
+def steps_logged(directory: Path) -> list[int]:
+    lines = (directory / "state/steps.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_moves_and_nothing_differs(tmp_path: Path, rank: int) -> None:
+    with SmallJob(tmp_path, SCRIPT, slots=(2, 2), nodes=1, ranks_per_node=2, spares=1) as job:
+        job.wait_ready()
+        job.wait_step(rank, 20)
+        assert node_of(job, rank) == "n0"
+        said = keepstep(job, "migrate", "--rank", str(rank), "--to", "n1", "--wait")
+        assert said == f"rank {rank} is on n1; no step was lost"
+        assert job.end()["exit_code"] == 0
+        (incident,) = job.incidents()
+    assert incident["outcome"] == "moved"
+    # The pause is not the time in which the target became warm.
+    assert incident["pause_seconds"] < incident["closed_at"] - incident["opened_at"]
+    check_as_bare(tmp_path, SCRIPT, world=2)
+    assert steps_logged(tmp_path) == list(range(300))
+
+
+def test_a_node_with_several_ranks_is_drained_by_one_migration(tmp_path: Path) -> None:
+    with SmallJob(tmp_path, SCRIPT, slots=(2, 2, 2), nodes=2, ranks_per_node=2, spares=2) as job:
+        job.wait_ready(2)
+        job.wait_step(0, 20)
+        would = keepstep(job, "drain", "n1", "--dry-run")
+        assert "would: node n1 is drained" in would
+        assert job.view()["leaving"] == []
+        said = keepstep(job, "drain", "n1", "--wait")
+        assert said == "n1 is empty, safe to power off"
+        assert {node_of(job, rank) for rank in range(4)} == {"n0", "n2"}
+        # Switched off, as promised: nobody misses it.
+        job.cluster.lose_node("n1")
+        assert job.end()["exit_code"] == 0
+        incidents = job.incidents()
+    assert [incident["outcome"] for incident in incidents] == ["moved"]
+    check_as_bare(tmp_path, SCRIPT, world=4)
+    assert steps_logged(tmp_path) == list(range(300))
+
+
+@pytest.mark.parametrize("phase", ["attach", "reform", "verify"])
+def test_a_target_that_dies_leaves_the_rank_where_it_was(tmp_path: Path, phase: str) -> None:
+    """The leaver waits until the target has made a step: it goes on, and the wish stays."""
+    points = tmp_path / "points"
+    points.mkdir()
+    environment = {"KEEPSTEP_FAILPOINTS": str(points)}
+    with SmallJob(
+        tmp_path, SCRIPT, slots=(2, 2), ranks_per_node=2, spares=0, environment=environment
+    ) as job:
+        job.wait_ready(0)
+        job.wait_step(1, 20)
+        (points / f"rank-1-{phase}").write_text("kill")
+        keepstep(job, "migrate", "--rank", "1")
+        hit = points / f"rank-1-{phase}.hit"
+        job.cluster.wait_until(lambda _: hit.exists(), 60.0, f"a target in {phase}")
+        assert job.end()["exit_code"] == 0
+        outcomes = [incident["outcome"] for incident in job.incidents()]
+    assert outcomes[0] == ("abandoned" if phase == "attach" else "resumed"), outcomes
+    check_as_bare(tmp_path, SCRIPT, world=2)
+    assert steps_logged(tmp_path) == list(range(300))
+
+
+def test_a_leaver_that_dies_while_its_target_warms_up_is_replaced_by_it(tmp_path: Path) -> None:
+    points = tmp_path / "points"
+    points.mkdir()
+    environment = {"KEEPSTEP_FAILPOINTS": str(points)}
+    with SmallJob(
+        tmp_path, SCRIPT, slots=(2, 1), ranks_per_node=2, spares=0, environment=environment
+    ) as job:
+        job.wait_ready(0)
+        job.wait_step(1, 20)
+        (points / "rank-1-attach").write_text("pause")
+        keepstep(job, "migrate", "--rank", "1", "--to", "n1")
+        hit = points / "rank-1-attach.hit"
+        job.cluster.wait_until(lambda _: hit.exists(), 60.0, "a target that warms up")
+        job.kill(1)
+        job.wait(lambda j: j["incident"] is not None and j["state"] != "running", "a migration")
+        (points / "rank-1-attach.go").touch()
+        assert job.end()["exit_code"] == 0
+        (incident,) = job.incidents()
+        assert node_of(job, 1) == "n1"
+    assert incident["outcome"] == "resumed"
+    check_as_bare(tmp_path, SCRIPT, world=2)
+
+
+def test_without_room_nothing_moves_and_the_reason_is_told(tmp_path: Path) -> None:
+    with SmallJob(tmp_path, SCRIPT, slots=(2, 1), ranks_per_node=2, spares=0) as job:
+        job.wait_ready(0)
+        job.wait_step(0, 5)
+        keepstep(job, "drain", "n1")
+        said = keepstep(job, "migrate", "--rank", "0")
+        assert "cannot move: no room yet" in said
+        assert "undrain" in said
+        # Room comes, and the wish is remembered.
+        keepstep(job, "undrain", "n1")
+        job.wait(lambda j: j["seats"][0]["node"] == "n1" and not j["migration"], "the move")
+        assert job.end()["exit_code"] == 0
+    check_as_bare(tmp_path, SCRIPT, world=2)
