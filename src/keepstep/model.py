@@ -59,6 +59,17 @@ class Sign(StrEnum):
     """The process that hosts the generation's store is gone."""
 
 
+class Severity(StrEnum):
+    """How bad a place is that should not be used."""
+
+    AVOID = "avoid"
+    """Nothing new is placed there."""
+    LEAVE = "leave"
+    """Who is there moves, once there is room for all."""
+    IMMINENT = "imminent"
+    """Who is there moves now: the place is about to fail."""
+
+
 class JobState(StrEnum):
     """Where a job is in its life."""
 

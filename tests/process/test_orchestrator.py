@@ -7,6 +7,7 @@ be asserted message by message.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ import pytest
 from keepstep import wire
 from keepstep.cli.client import Client, Refusal
 from keepstep.errors import Unreachable
-from keepstep.model import JobId, JobSpec, NodeId, Rank, Sign, Term
+from keepstep.model import JobId, JobSpec, NodeId, Phase, Rank, Sign, Term
 from keepstep.orchestrator.journal import SqliteJournal, verify
 
 pytestmark = pytest.mark.process
@@ -221,6 +222,84 @@ def test_submitting_the_same_job_again_changes_nothing_and_another_one_is_refuse
     with pytest.raises(Refusal, match="another specification") as refused:
         one.client.submit(spec(spares=3))
     assert refused.value.status == 409
+
+
+def ask(one: Process, path: str, body: object, key: str = "") -> tuple[int, dict[str, object]]:
+    """A request as a program would send it, with or without an idempotency key."""
+    connection = http.client.HTTPConnection("127.0.0.1", one.port, timeout=SECONDS_MAX)
+    headers = {"Authorization": f"Bearer {TOKEN}", **({"Idempotency-Key": key} if key else {})}
+    connection.request("POST", path, json.dumps(body), headers)
+    answer = connection.getresponse()
+    plain = json.loads(answer.read())
+    connection.close()
+    return answer.status, plain
+
+
+def test_a_move_is_asked_for_once_however_often_the_request_comes(one: Process):
+    agents = [FakeAgent(one.port, node) for node in ("n0", "n1", "n2")]
+    one.client.submit(spec(nodes=2))
+    for rank, agent in enumerate(agents[:2]):
+        order = agent.until(wire.StartWorkers)
+        assert isinstance(order, wire.Order)
+        seat = wire.SeatReport(Rank(rank), boundary=1, step=0)
+        agent.send(wire.PhaseReport(agent.node, JOB, order.generation, Phase.RESUME, (seat,)))
+    deadline = time.monotonic() + SECONDS_MAX
+    while one.client.job(JOB)["state"] != "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    path, body = f"/v1/jobs/{JOB}/migrate", {"ranks": [1]}
+    status, would = ask(one, path, {**body, "dry_run": True})
+    assert (status, would["changed"], would["dry_run"]) == (200, True, True)
+    assert one.client.job(JOB)["leaving"] == []
+    assert ask(one, path, body, key="k1")[1]["changed"] is True
+    assign = agents[2].until(wire.Assign)
+    assert isinstance(assign, wire.Order)
+    assert ask(one, path, body, key="k1")[1]["why"] == ["request k1 was followed already"]
+    # A new leader knows it too.
+    one.kill()
+    one.start()
+    assert ask(one, path, body, key="k1")[1]["changed"] is False
+    assert [wish["rank"] for wish in one.client.job(JOB)["leaving"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "word"),
+    [
+        ("/v1/jobs/none/migrate", {"ranks": [0]}, 404, "no job is called none"),
+        ("/v1/jobs/job/migrate", {"ranks": ["0"]}, 400, "list of numbers"),
+        ("/v1/jobs/job/migrate", {"ranks": [0]}, 409, "does not run"),
+        ("/v1/nodes/n9/drain", {}, 404, "there are: n0"),
+        ("/v1/nodes/n0/drain", {"when": "now"}, 400, "known are: why, dry_run"),
+        ("/v1/taints", {"node": "n0"}, 400, "needs a reason"),
+        ("/v1/taints", {"node": "n0", "reason": "x", "severity": "bad"}, 400, "avoid, leave"),
+        ("/v1/taints", {"node": "n0", "reason": "x", "slot": 7}, 404, "its slots are 0 to 1"),
+        ("/v1/taints", {"node": "n0", "reason": "x", "seconds": -1}, 400, "more than 0"),
+        ("/v1/taints", {"node": "n0", "reason": "x", "seconds": "1h"}, 400, "int or float"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_with_the_fix(
+    one: Process, path: str, body: object, status: int, word: str
+):
+    agent = FakeAgent(one.port, "n0")
+    agent.until(wire.Pulse)
+    # Two nodes are not there: the job waits.
+    one.client.submit(spec(nodes=3))
+    found, answer = ask(one, path, body)
+    assert found == status
+    assert word in f"{answer['error']}; {answer['fix']}"
+
+
+def test_taints_are_kept_shown_and_taken_back(one: Process):
+    agent = FakeAgent(one.port, "n0")
+    agent.until(wire.Pulse)
+    body = {"node": "n0", "slot": 1, "reason": "XID 79", "severity": "leave", "source": "dcgm"}
+    assert ask(one, "/v1/taints", body)[1]["changed"] is True
+    one.kill()
+    one.start()
+    (taint,) = one.client.taints()["taints"]
+    assert (taint["place"], taint["reason"], taint["source"]) == ("n0/1", "XID 79", "dcgm")
+    assert one.client.untaint({"node": "n0", "slot": 1})["changed"]
+    assert one.client.taints()["taints"] == []
 
 
 def test_a_deposed_leader_ends_and_its_orders_with_it(one: Process, tmp_path: Path):

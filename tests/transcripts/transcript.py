@@ -12,7 +12,18 @@ tests with KEEPSTEP_REWRITE=1 to write what it says now, and review the diff.
 from __future__ import annotations
 
 from keepstep import wire
-from keepstep.model import Generation, JobId, JobSpec, NodeId, Phase, Policy, Rank, Sign, Term
+from keepstep.model import (
+    Generation,
+    JobId,
+    JobSpec,
+    NodeId,
+    Phase,
+    Policy,
+    Rank,
+    Severity,
+    Sign,
+    Term,
+)
 from keepstep.orchestrator import brain, events, state
 
 JOB = JobId("train")
@@ -153,6 +164,22 @@ class Player:
 
     def do_undrain(self, plain, options):
         return self.feed(events.UndrainAsked(NodeId(plain[0])))
+
+    def do_taint(self, plain, options):
+        """taint n1 slot=0 severity=leave seconds=60"""
+        return self.feed(
+            events.TaintAsked(
+                NodeId(plain[0]),
+                "bad-memory",
+                Severity(options.get("severity", "avoid")),
+                int(options.get("slot", -1)),
+                seconds=float(options.get("seconds", 3600)),
+            )
+        )
+
+    def do_untaint(self, plain, options):
+        slot = int(options.get("slot", -1))
+        return self.feed(events.UntaintAsked(NodeId(plain[0]), slot))
 
     def do_warm(self, plain, options):
         """warm 1 2: these ranks' targets are ready."""

@@ -45,7 +45,7 @@ def job(**more: Any) -> dict[str, Any]:
 def node(name: str, **more: Any) -> dict[str, Any]:
     use = {"slot": 0, "job": "train", "rank": 0, "standby": False, "fenced": False, "taint": None}
     facts = {"id": name, "alive": True, "address": "10.0.0.1", "slots": 1, "free": 0, "uses": [use]}
-    return {**facts, "drained": None, "empty": False, **more}
+    return {**facts, "drained": None, "taint": None, "empty": False, **more}
 
 
 def picture(**more: Any) -> dict[str, Any]:
@@ -80,6 +80,22 @@ def test_a_drained_node_and_who_cannot_leave_it_are_told():
     assert "draining" in "\n".join(view.node_lines(seen))
     nodes["n1"]["empty"] = True
     assert "empty" in "\n".join(view.node_lines(seen))
+
+
+def test_a_planned_move_shows_its_own_phases():
+    moving = {"kind": "planned", "phase": "agree", "began_at": 98.0}
+    line = view.migration_line(moving, 100.0)
+    assert line.startswith("planned migration: warm > [agree] > quiesce > reform")
+
+
+def test_taints_are_listed_with_what_is_left_of_their_time():
+    taint = {"place": "n3/1", "severity": "leave", "source": "dcgm", "reason": "XID 79"}
+    seen = picture(taints=[{**taint, "at": 0.0, "until": 100.0 + 7200.0}])
+    (line,) = view.taint_lines(seen, view.ansi)[1:]
+    assert "n3/1" in line
+    assert "2 h" in line
+    assert line.endswith("dcgm            XID 79")
+    assert view.taint_lines(picture(taints=[])) == ["no taints: every place may be used"]
 
 
 def test_heartbeats_of_an_older_generation_are_not_believed():

@@ -3,8 +3,9 @@
     StartWorkers, Assign       a seat that has its worker, or had it, is reported, not started again
     StartStandby, DropStandby  the slot is brought into the wanted state
     Fence                      the named incarnations are killed; their deaths are the answer
-    Agree Quiesce Reform       forwarded to the job's local workers, once per connection; repeated,
-    Resume Save                they bring the standing reports again
+    Agree                      passed on to the job's local workers
+    Quiesce Reform Resume Save forwarded to them, once per connection; repeated, they bring the
+                               standing reports again
     Stop                       the job's processes end, by themselves or by force
 
 Orders of an older generation than the job's newest are refused, except those that name their
@@ -61,6 +62,8 @@ class Orders:
         self._under_way: set[OrderId] = set()
         self._fenced: dict[tuple[JobId, int, int], None] = {}
         """Seats that must not come to life any more, should their start still be under way."""
+        self._leaving: dict[JobId, set[tuple[int, int]]] = {}
+        """Leavers of the newest generation. Forgotten with this process, which costs 50 ms."""
 
     def obey(self, order: wire.Order) -> wire.Refused | None:
         """Carry out an order, or say why not."""
@@ -90,7 +93,10 @@ class Orders:
                 self._drop_standby(order, action)
             case wire.Fence():
                 self._fence(order, action)
-            case wire.Agree() | wire.Quiesce() | wire.Reform() | wire.Resume() | wire.Save():
+            case wire.Agree():
+                # Not remembered: whoever misses it is asked again, or the move is given up.
+                self._pass_on(order)
+            case wire.Quiesce() | wire.Reform() | wire.Resume() | wire.Save():
                 self._forward(order)
             case wire.Stop():
                 if known is not None:
@@ -307,13 +313,24 @@ class Orders:
             log.warning("order.no_such_job", order=order.order_id, job=order.job)
             return
         # First to the workers, who wait for it; an agent that dies in between gets it again.
-        for worker in hands.workers.seated(order.job):
-            link = hands.links.find(worker.record.pid)
-            if link is not None:
-                link.send(order)
+        self._pass_on(order)
+        if isinstance(order.action, wire.Quiesce):
+            leaving = order.action.leaving
+            self._leaving[order.job] = {(int(s.rank), s.incarnation) for s in leaving}
         membership = order.action.membership if isinstance(order.action, wire.Reform) else None
         if not self._note(order, known.spec, membership, forward=True):
             self._tell_reports(order.job)
+
+    def _pass_on(self, order: wire.Order) -> None:
+        for worker in self._hands.workers.seated(order.job):
+            link = self._hands.links.find(worker.record.pid)
+            if link is not None:
+                link.send(order)
+
+    def leaves(self, worker: Worker) -> bool:
+        """Its rank is with another worker in the newest generation: it reports nothing."""
+        record = worker.record
+        return (record.rank, record.incarnation) in self._leaving.get(record.job, ())
 
     def _note(
         self,

@@ -18,7 +18,7 @@ from keepstep.agent.room import Room
 from keepstep.agent.tee import Tee
 from keepstep.agent.workers import Worker, Workers, open_page
 from keepstep.detect import hang, process
-from keepstep.model import Generation, JobId
+from keepstep.model import Generation, JobId, Rank
 from keepstep.page import Mark, Progress
 
 PROBE_SECONDS = 0.5
@@ -52,6 +52,8 @@ class Probes:
         self._send = send
         self._jobs: dict[JobId, _JobWatch] = {}
         self._heads: dict[str, str] = {}
+        self._counted: dict[tuple[JobId, Rank], int] = {}
+        """Whose page was read for a rank: it has two workers here while it moves."""
 
     async def run(self) -> None:
         """Probe for ever. A loop that comes late has not seen the workers stand still."""
@@ -93,6 +95,7 @@ class Probes:
 
     def _read(self) -> dict[JobId, dict[int, Progress]]:
         readings: dict[JobId, dict[int, Progress]] = {}
+        self._counted.clear()
         for worker in self._workers:
             record = worker.record
             if worker.is_standby or not worker.is_alive:
@@ -111,6 +114,7 @@ class Probes:
                 # A rank that moves within this node has two workers: the one that trains counts.
                 if record.rank not in of_job or reading.mark in _TRAINING:
                     of_job[record.rank] = reading
+                    self._counted[record.job, record.rank] = record.incarnation
         return readings
 
     def _judge(self, readings: dict[JobId, dict[int, Progress]], now: float) -> float:
@@ -141,6 +145,9 @@ class Probes:
             if not any(stall.rank == record.rank for stall in stalls):
                 continue
             reading = of_job[record.rank]
+            if self._counted[job, record.rank] != record.incarnation:
+                # The rank's other worker, which does not train.
+                continue
             stopped = process.life(record.pid, record.start) is process.Life.STOPPED
             facts.append(
                 wire.StallFact(

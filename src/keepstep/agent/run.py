@@ -305,7 +305,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         local: dict[JobId, set[Rank]] = {}
         for worker in self.workers:
-            if worker.is_alive and not worker.is_standby:
+            waits = self.orders.leaves(worker)
+            if worker.is_alive and not worker.is_standby and not waits:
                 local.setdefault(worker.record.job, set()).add(worker.record.rank)
         for report in self.reports.due(local, loop.time()):
             self.stream.send(report)
@@ -316,7 +317,14 @@ class Agent:
             self._report_timer = loop.call_at(due, self._send_reports)
 
     def _is_old(self, news: wire.WorkerBroken | wire.Observed) -> bool:
-        """Of a generation that is over: what broke then was mended, or is being mended."""
+        """Of a generation that is over: what broke then was mended, or is being mended.
+
+        The worker's own page says which one it trains in: this node may have heard of a later one
+        that never came.
+        """
+        worker = self.workers.on_seat(news.job, int(news.rank), news.incarnation)
+        if worker is not None and worker.page is not None:
+            return news.generation < worker.page.read().generation
         job = self.room.jobs.get(news.job)
         return job is not None and news.generation < job.generation
 
@@ -343,6 +351,9 @@ class Agent:
             self._tell_standby(worker, ready=False, detail=observed.detail)
             return
         self.stream.send(observed)
+        if any(w.record.rank == record.rank for w in self.workers.seated(record.job)):
+            # Its rank lives on here, with another worker: what that one said stands.
+            return
         self._broken.pop((record.job, record.rank), None)
         for request, publish in list(self._publishing.items()):
             if (publish.job, publish.rank) == (record.job, record.rank):

@@ -34,9 +34,10 @@ from keepstep.chaos.faults import (
     choose_cells,
     schedule,
 )
-from keepstep.chaos.inject import Injector, Missed, Strike
+from keepstep.chaos.inject import Injector, Missed
 from keepstep.chaos.network import Network
 from keepstep.chaos.sight import Sight
+from keepstep.chaos.strike import Strike
 from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan
 from keepstep.errors import ConfigError, KeepstepError, Permanent
 from keepstep.model import JobId, JobSpec, Policy
@@ -246,7 +247,7 @@ class Campaign:
         try:
             for fault in faults:
                 # Harsh faults need everybody back, the others only as many spares as they use up.
-                whole = fault.cell.mix is not Mix.UNPLANNED
+                whole = fault.cell.mix not in (Mix.UNPLANNED, Mix.PLANNED)
                 self._steady(self.plan.spares if whole else fault.cell.spares, whole=whole)
                 self._one(fault, len(faults))
             self._steady(0, whole=False)
@@ -339,7 +340,7 @@ class Campaign:
             job = self._sight.job() or job
             if not asked and time.monotonic() - strike.at > STACKS_SECONDS:
                 asked = self._ask_for_stacks(job)
-            seen = self._judge(fault.cell, job, before, strike.at, start)
+            seen = self._judge(fault.cell, job, before, strike, start)
             if seen is not None:
                 return seen, job
             time.sleep(0.02)
@@ -358,7 +359,7 @@ class Campaign:
         return True
 
     def _judge(
-        self, cell: Cell, job: dict[str, Any], before: dict[str, Any], at: float, start: int
+        self, cell: Cell, job: dict[str, Any], before: dict[str, Any], strike: Strike, start: int
     ) -> Outcome | None:
         """What became of the job; None while it is not clear yet."""
         if job["over"]:
@@ -366,7 +367,7 @@ class Campaign:
             return Outcome.SAVED if saved else Outcome.FAILED
         newest = self._sight.steps.newest
         if job["generation"] == before["generation"]:
-            quiet = time.monotonic() - at >= UNTOUCHED_SECONDS
+            quiet = time.monotonic() - strike.at >= UNTOUCHED_SECONDS
             moved = newest.finished >= start + UNTOUCHED_STEPS
             waits = cell.expected is not Outcome.UNTOUCHED
             return Outcome.UNTOUCHED if quiet and moved and not waits else None
@@ -376,6 +377,8 @@ class Campaign:
             return None
         if job["fallbacks"] > before["fallbacks"]:
             return Outcome.FALLBACK
+        if strike.moved and job["fallbacks"] == before["fallbacks"]:
+            return Outcome.MOVED if _all_moved(strike.moved, before, job) else None
         held = any("hold" in incident["seconds"] for incident in self._incidents(before))
         return Outcome.HELD if held else Outcome.LIVE
 
@@ -404,7 +407,10 @@ class Campaign:
             for phase, seconds in incident["seconds"].items():
                 record.parts[phase] = round(record.parts.get(phase, 0.0) + seconds, 3)
         finish = self._sight.steps.first_finish(after["generation"] - 1, last["boundary"])
-        if finish is not None and finish >= strike.at:
+        if strike.moved:
+            # While targets warm up nobody pauses: only the step stream knows the pause.
+            record.pause_seconds = record.gap_seconds
+        elif finish is not None and finish >= strike.at:
             record.pause_seconds = round(finish - strike.at, 3)
 
     # ------------------------------------------------------------ after-effects
@@ -414,6 +420,10 @@ class Campaign:
     ) -> str:
         """What must be true beside the outcome. Returns what is not, or nothing."""
         self._injector.release()
+        if strike.lost:
+            self._injector.comes_back(strike.lost)
+        if strike.drained and (problem := self._emptied(strike)):
+            return problem
         if strike.node and (problem := self._refused(strike)):
             return problem
         if strike.tainted:
@@ -427,6 +437,27 @@ class Campaign:
             self._rerun()
             return problem
         return ""
+
+    def _emptied(self, strike: Strike) -> str:
+        """Drained nodes are empty; they may be switched off, and are used again afterwards."""
+        deadline = time.monotonic() + REFUSAL_SECONDS_MAX
+        full = list(strike.drained)
+        while full and time.monotonic() < deadline:
+            self._tend()
+            nodes = (self._sight.picture() or {"nodes": {}})["nodes"]
+            full = [node for node in strike.drained if not nodes.get(node, {}).get("empty")]
+            time.sleep(0.05)
+        generation = self._sight.job_now()["generation"]
+        for node in strike.drained if strike.power_off else ():
+            self._cluster.lose_node(node)
+            self._injector.comes_back(node)
+            time.sleep(UNTOUCHED_SECONDS)
+        now = self._sight.job_now()["generation"]
+        for node in strike.drained:
+            self._cluster.client.undrain(node, {})
+        if now != generation:
+            return f"{strike.drained} were empty, and switching them off was noticed"
+        return f"{full} did not become empty" if full else ""
 
     def _refused(self, strike: Strike) -> str:
         """The old worker of a node that is back must end, and must have published nothing."""
@@ -485,6 +516,13 @@ def _user_error(before: dict[str, Any], after: dict[str, Any]) -> str:
         return "the job failed without the user's traceback"
     was, became = (sum(s["incarnation"] for s in job["seats"]) for job in (before, after))
     return "" if became - was <= 1 else f"{became - was} spares were used"
+
+
+def _all_moved(ranks: tuple[int, ...], before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Each of them has another worker, and nobody is still to move."""
+    was = {seat["rank"]: seat["incarnation"] for seat in before["seats"]}
+    now = {seat["rank"]: seat["incarnation"] for seat in after["seats"]}
+    return not after["leaving"] and all(now[rank] != was[rank] for rank in ranks)
 
 
 def _alive(pid: int) -> bool:

@@ -23,6 +23,8 @@ class Outcome(StrEnum):
     """The ranks moved live, and training went on at the boundary where it stopped."""
     UNTOUCHED = "untouched"
     """No migration at all: training did not notice."""
+    MOVED = "moved"
+    """The ranks that were asked to move have moved live, whatever happened on the way."""
     HELD = "held"
     """Survivors held at the boundary, a spare came, and training went on live."""
     SAVED = "saved"
@@ -39,6 +41,9 @@ class Mix(StrEnum):
     """Which part of the catalogue a campaign draws from."""
 
     UNPLANNED = "unplanned"
+    PLANNED = "planned"
+    ALL = "all"
+    """Unplanned and planned, mixed."""
     HOLD = "hold"
     FALLBACK = "fallback"
     USER = "user"
@@ -93,6 +98,8 @@ _QUIET = Cell("", "", Outcome.UNTOUCHED, spares=0)
 _HOLD = Cell("", "", Outcome.HELD, spares=2, mix=Mix.HOLD)
 _SAVE = Cell("", "", Outcome.SAVED, spares=2, mix=Mix.HOLD)
 _LOST = Cell("", "", Outcome.FALLBACK, spares=2, mix=Mix.FALLBACK)
+_MOVE = Cell("", "", Outcome.MOVED, spares=1, mix=Mix.PLANNED)
+_MOVE_TWO = Cell("", "", Outcome.MOVED, spares=2, mix=Mix.PLANNED)
 _BUG = Cell("", "", Outcome.FAILED, spares=1, mix=Mix.USER)
 _ODD = Cell("", "", Outcome.LIVE, spares=1, mix=Mix.USER)
 
@@ -121,6 +128,17 @@ CATALOGUE: tuple[Cell, ...] = (
     *_cells("returning_fenced", ("save",)),
     *_cells("corrupt_source", ("updated",)),
     *_cells("exception", ("forward", "backward")),
+    *_cells("migrate", (RANDOM,), _MOVE),
+    *_cells("migrate_two", (RANDOM,), _MOVE_TWO),
+    *_cells("drain", (RANDOM,), _MOVE),
+    *_cells("drain_two", (RANDOM,), _MOVE_TWO),
+    *_cells("drain_and_power_off", (RANDOM,), _MOVE),
+    *_cells("target_dies", ("attach", "reform", "transfer", "verify", "resume"), _MOVE_TWO),
+    *_cells("leaver_dies", ("attach", "reform", "transfer", "resume"), _MOVE),
+    *_cells("leavers_node_lost", ("attach", "reform", "resume"), _MOVE),
+    *_cells("bystander_dies", ("attach", "reform", "transfer", "resume"), _MOVE_TWO),
+    *_cells("orchestrator_killed_moving", ("warm", "agree", "quiesce", "reform", "resume"), _MOVE),
+    *_cells("agent_killed_moving", ("attach", "reform", "resume"), _MOVE),
     *_cells("hold", ("no_spare",), _HOLD),
     *_cells("hold_timeout", ("no_spare",), _SAVE),
     *_cells("sigterm", ("healthy", "reform"), _SAVE),
@@ -142,13 +160,14 @@ TELLING: dict[str, tuple[str, ...]] = {
 
 def choose_cells(mix: Mix, kinds: Sequence[str], *, network: bool) -> tuple[Cell, ...]:
     """The cells that a campaign draws from. Raises ConfigError, which says the fix."""
-    known = {cell.kind for cell in CATALOGUE if cell.mix is mix}
+    mixes = (Mix.UNPLANNED, Mix.PLANNED) if mix is Mix.ALL else (mix,)
+    known = {cell.kind for cell in CATALOGUE if cell.mix in mixes}
     for kind in kinds:
         if kind not in known:
             raise ConfigError(
                 f"no fault of --mix {mix} is called {kind!r}; known are: {', '.join(sorted(known))}"
             )
-    cells = [c for c in CATALOGUE if c.mix is mix and (not kinds or c.kind in kinds)]
+    cells = [c for c in CATALOGUE if c.mix in mixes and (not kinds or c.kind in kinds)]
     silent = sorted({cell.kind for cell in cells if cell.needs_network})
     if silent and kinds and not network:
         raise ConfigError(

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from keepstep.chaos.faults import RANDOM, Fault
 from keepstep.chaos.network import Network
+from keepstep.chaos.plans import Plans
 from keepstep.chaos.sight import Sight
+from keepstep.chaos.strike import Strike
 from keepstep.cli.cluster import LocalCluster
 from keepstep.errors import Permanent, Transient
 
@@ -31,20 +33,6 @@ HOLD_SECONDS = 2.0
 
 class Missed(Permanent):
     """The window did not come: the process never reached its failpoint."""
-
-
-@dataclass(slots=True)
-class Strike:
-    """What was done, when (our monotonic clock), and to whom."""
-
-    at: float
-    pids: tuple[int, ...] = ()
-    node: str = ""
-    """The node that must refuse its old worker when it is back, if any."""
-    forbidden: str = ""
-    """A checkpoint that a fenced worker tried to publish: it must not become the newest."""
-    tainted: str = ""
-    """A node whose device is tainted by this fault and has to be replaced."""
 
 
 @dataclass(slots=True)
@@ -95,6 +83,7 @@ class Injector:
             "hold_timeout": self._hold_timeout,
             "sigterm": self._sigterm,
             "both_homes_lost": self._both_homes_lost,
+            **Plans(cluster, sight, self).kinds(),
         }
 
     def strike(self, fault: Fault) -> Strike:
@@ -143,7 +132,7 @@ class Injector:
 
     def _by_failpoint(self, fault: Fault, action: str) -> Strike:
         pid = self._sight.pid_of(fault.rank)
-        return Strike(self._claimed(self._arm(fault.rank, fault.cell.window, action)), (pid,))
+        return Strike(self.claimed(self.arm(fault.rank, fault.cell.window, action)), (pid,))
 
     def _exception_always(self, fault: Fault) -> Strike:
         pid = self._sight.pid_of(fault.rank)
@@ -154,7 +143,7 @@ class Injector:
     def _node_loss(self, fault: Fault) -> Strike:
         node = self._sight.node_of(fault.rank)
         if fault.cell.window != RANDOM:
-            self._claimed(self._arm(fault.rank, fault.cell.window, "pause"))
+            self.claimed(self.arm(fault.rank, fault.cell.window, "pause"))
         return Strike(self._lose(node))
 
     def _silent_node(self, fault: Fault) -> Strike:
@@ -164,12 +153,12 @@ class Injector:
         node, pid = self._sight.node_of(fault.rank), self._sight.pid_of(fault.rank)
         armed = None
         if fault.cell.window != RANDOM:
-            armed = self._arm(fault.rank, fault.cell.window, "pause")
-            self._claimed(armed)
+            armed = self.arm(fault.rank, fault.cell.window, "pause")
+            self.claimed(armed)
         at = time.monotonic()
         network.cut(node)
         if armed is not None:
-            self._go(armed)
+            self.go(armed)
         self.away.append(Away(node, at + RETURN_SECONDS, network.heal, held=True))
         return Strike(at, (pid,), node=node)
 
@@ -177,13 +166,13 @@ class Injector:
         """A node stands still while its rank is about to publish; it wakes up replaced."""
         node, pid = self._sight.node_of(fault.rank), self._sight.pid_of(fault.rank)
         generation = self._sight.job_now()["generation"]
-        armed = self._arm(fault.rank, "save", "pause")
-        self._claimed(armed)
+        armed = self.arm(fault.rank, "save", "pause")
+        self.claimed(armed)
         at = time.monotonic()
         self._cluster.freeze_node(node)
 
         def wake(name: str) -> None:
-            self._go(armed)
+            self.go(armed)
             self._cluster.thaw_node(name)
 
         self.away.append(Away(node, at + RETURN_SECONDS, wake, held=True))
@@ -198,20 +187,20 @@ class Injector:
         """
         node = self._sight.node_of(fault.other)
         pid = self._sight.pid_of(fault.rank)
-        waiting = self._arm(fault.rank, "allreduce", "pause")
-        self._claimed(waiting)
+        waiting = self.arm(fault.rank, "allreduce", "pause")
+        self.claimed(waiting)
         flip = self._failpoints / f"rank-{fault.other}-flip"
         flip.write_text("flip")
         ranks = range(len(self._sight.job_now()["seats"]))
-        updated = {rank: self._arm(rank, "updated", "pause") for rank in ranks}
-        self._go(waiting)
+        updated = {rank: self.arm(rank, "updated", "pause") for rank in ranks}
+        self.go(waiting)
         for point in (*updated.values(), flip):
-            self._claimed(point)
+            self.claimed(point)
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         for rank in ranks:
             if rank != fault.rank:
-                self._go(updated[rank])
+                self.go(updated[rank])
         return Strike(at, (pid,), tainted=node)
 
     # ------------------------------------------------------------ two at once, one after another
@@ -219,22 +208,22 @@ class Injector:
     def _two_ranks(self, fault: Fault) -> Strike:
         pids = (self._sight.pid_of(fault.rank), self._sight.pid_of(fault.other))
         if fault.cell.window != RANDOM:
-            self._claimed(self._arm(fault.rank, fault.cell.window, "pause"))
+            self.claimed(self.arm(fault.rank, fault.cell.window, "pause"))
         at = time.monotonic()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         return Strike(at, pids)
 
     def _second_failure(self, fault: Fault) -> Strike:
-        second = self._arm(fault.other, fault.cell.window, "kill")
+        second = self.arm(fault.other, fault.cell.window, "kill")
         strike = self._signal_rank(fault.rank, signal.SIGKILL)
-        self._claimed(second)
+        self.claimed(second)
         return strike
 
     def _joiner_dies(self, fault: Fault) -> Strike:
-        second = self._arm(fault.rank, fault.cell.window, "kill")
+        second = self.arm(fault.rank, fault.cell.window, "kill")
         strike = self._signal_rank(fault.rank, signal.SIGKILL)
-        self._claimed(second)
+        self.claimed(second)
         return strike
 
     def _standby_dies(self, fault: Fault) -> Strike:
@@ -254,12 +243,12 @@ class Injector:
             at = time.monotonic()
             self._cluster.kill_orchestrator()
             return Strike(at)
-        point = self._drop(f"orchestrator-{fault.cell.window}", "kill")
+        point = self.drop(f"orchestrator-{fault.cell.window}", "kill")
         # The brain rests in ALLOCATE only while it waits for a death: a hung rank has to be
         # fenced first.
         how = signal.SIGSTOP if fault.cell.window == "allocate" else signal.SIGKILL
         strike = self._signal_rank(fault.rank, how)
-        self._claimed(point)
+        self.claimed(point)
         return strike
 
     def _agent_killed(self, fault: Fault) -> Strike:
@@ -291,11 +280,11 @@ class Injector:
 
     def _during_recovery(self, fault: Fault, strike: Callable[[], object]) -> Strike:
         """A rank dies; while another one waits in the window of the recovery, strike."""
-        waiting = self._arm(fault.other, fault.cell.window, "pause")
+        waiting = self.arm(fault.other, fault.cell.window, "pause")
         first = self._signal_rank(fault.rank, signal.SIGKILL)
-        self._claimed(waiting)
+        self.claimed(waiting)
         strike()
-        self._go(waiting)
+        self.go(waiting)
         return first
 
     # ------------------------------------------------------------ hold, save, fall back
@@ -337,7 +326,7 @@ class Injector:
         mirror = (fault.rank + int(job["mirror_stride"])) % int(job["world"])
         nodes = [str(job["seats"][rank]["node"]) for rank in (fault.rank, mirror)]
         if fault.cell.window != RANDOM:
-            self._claimed(self._arm(fault.rank, fault.cell.window, "pause"))
+            self.claimed(self.arm(fault.rank, fault.cell.window, "pause"))
         for node in nodes:
             self._cluster.freeze_node(node)
         at = time.monotonic()
@@ -347,17 +336,17 @@ class Injector:
 
     # ------------------------------------------------------------ failpoints and nodes
 
-    def _arm(self, rank: int, window: str, action: str) -> Path:
-        return self._drop(f"rank-{rank}-{window}", action)
+    def arm(self, rank: int, window: str, action: str) -> Path:
+        return self.drop(f"rank-{rank}-{window}", action)
 
-    def _drop(self, name: str, action: str) -> Path:
+    def drop(self, name: str, action: str) -> Path:
         fresh = self._failpoints / f".{name}"
         fresh.write_text(action)
         # Whole or not there: the process may look at any moment.
         fresh.replace(self._failpoints / name)
         return self._failpoints / name
 
-    def _claimed(self, point: Path, seconds_max: float = CLAIM_SECONDS_MAX) -> float:
+    def claimed(self, point: Path, seconds_max: float = CLAIM_SECONDS_MAX) -> float:
         """When the failpoint was reached, on our monotonic clock."""
         hit = point.with_name(point.name + ".hit")
         deadline = time.monotonic() + seconds_max
@@ -369,12 +358,17 @@ class Injector:
             time.sleep(0.001)
         raise Missed(f"nobody reached {point.name} within {seconds_max:.0f} s")
 
-    def _go(self, point: Path) -> None:
+    def go(self, point: Path) -> None:
         point.with_name(point.name + ".go").touch()
 
     def _clean(self) -> None:
         for path in self._failpoints.iterdir():
             path.unlink(missing_ok=True)
+
+    def comes_back(self, node: str) -> None:
+        """A node that was lost by the way comes back like any other."""
+        due = time.monotonic() + RETURN_SECONDS
+        self.away.append(Away(node, due, self._cluster.return_node))
 
     def _lose(self, node: str, *, held: bool = False) -> float:
         at = time.monotonic()

@@ -362,7 +362,23 @@ class Simulation(Faults):
         while self._queue and self._now < end and not self._over():
             self._now, _, act = heapq.heappop(self._queue)
             act()
+        self._check_end()
         return self._result(end - SECONDS_MAX)
+
+    def _check_end(self) -> None:
+        """A job that is over leaves nothing behind where its end could be told."""
+        told = [a for a in self._agents.values() if a.up and a.runs and a.linked and not a.cut]
+        sessions = {agent.node: agent.session for agent in told}
+        end = self._now + 1.0
+        while self._over() and self._queue and self._queue[0][0] < end:
+            self._now, _, act = heapq.heappop(self._queue)
+            act()
+        for agent in told if self._over() else ():
+            ghosts = [w for w in agent.workers if w.alive and w.mode != "finished"]
+            if ghosts and agent.linked and agent.session == sessions[agent.node]:
+                raise Violation(f"the job is over and {agent.node} still runs {ghosts[0].seat}")
+            if self.cluster.nodes[agent.node].uses:
+                raise Violation(f"the job is over and uses {agent.node}")
 
     def _result(self, began: float) -> Result:
         job = self.cluster.jobs.get(JOB)

@@ -319,9 +319,14 @@ class Agent:
         self.world.later(self.world.random.uniform(0.1, delay), joined)
 
     def _fence(self, job: JobId, seats: tuple[Seat, ...]) -> None:
-        for worker in self._of(job):
-            if worker.seat in seats:
+        for seat in seats:
+            worker = self._known(seat)
+            if worker is not None and worker.alive:
                 self.world.group().die(worker, Sign.EXIT, -9)
+            elif seat.node == self.node:
+                # Not here, or not any more: that is an answer too.
+                gone = Observed(self.node, job, Sign.EXIT, seat.rank, seat.incarnation)
+                self.tell(gone)
 
     def _agree(self, worker: Worker, generation: Generation) -> None:
         if worker.mode == "training" and not worker.stopped and worker.generation < generation:

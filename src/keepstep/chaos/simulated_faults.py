@@ -7,7 +7,7 @@ from random import Random
 
 from keepstep.chaos.simulated import Agent, Worker
 from keepstep.chaos.simulated_group import Group
-from keepstep.model import JobId, JobSpec, NodeId, Rank, Sign
+from keepstep.model import JobId, JobSpec, NodeId, Rank, Severity, Sign
 from keepstep.orchestrator import events, state
 
 JOB = JobId("train")
@@ -85,7 +85,11 @@ class Faults:
         job = self.cluster.jobs.get(JOB)
         if job is None or job.roster is None or self._over() or not self.serving:
             return
-        if self.random.random() < 0.5:
+        draw = self.random.random()
+        if draw < 0.25:
+            self._taint()
+            return
+        if draw < 0.6:
             ranks = self.random.sample(range(self.spec.world_size), self.random.randint(1, 2))
             event = events.MigrateAsked(JOB, tuple(Rank(r) for r in sorted(ranks)), "asked")
             self.feed(event)
@@ -97,6 +101,19 @@ class Faults:
         self.faults.append("drain")
         self.story.append(f"{self._now:9.3f} PLAN      drain {node}")
         self.later(self.random.uniform(2.0, 15.0), lambda: self.feed(events.UndrainAsked(node)))
+
+    def _taint(self) -> None:
+        node = self.random.choice(list(self._agents))
+        slot = self.random.randrange(-1, self._agents[node].slots)
+        severity = self.random.choice(list(Severity))
+        seconds = self.random.uniform(1.0, 15.0)
+        event = events.TaintAsked(node, "flaky", severity, slot, "simulator", seconds)
+        self.feed(event)
+        if self.random.random() < 0.3:
+            undo = events.UntaintAsked(node, slot)
+            self.later(self.random.uniform(0.1, 5.0), lambda: self.feed(undo))
+        self.faults.append(f"taint {severity}")
+        self.story.append(f"{self._now:9.3f} PLAN      taint {node}/{slot} {severity}")
 
     def _pick(self) -> Worker | None:
         living = [w for w in self.workers() if w.mode != "finished"]
@@ -234,6 +251,9 @@ class Faults:
         job = self.cluster.jobs.get(JOB)
         busy = job is None or job.migration is not None
         if worker is None or busy or worker.mode != "training" or self.spec.world_size < 3:
+            return False
+        if worker.boundary > self._group.steps - 3:
+            # The others may make their last step without it, and then nobody would ever look.
             return False
         well = [w for w in self.workers() if w.mode == "training" and not w.stopped]
         if len(well) < self.spec.world_size or any(

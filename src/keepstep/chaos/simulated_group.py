@@ -133,7 +133,8 @@ class Group:
         agent = self.agent(worker)
         if agent.up:
             agent.observe(worker, sign, exit_code, detail)
-        self.notice(worker.generation)
+        if worker.leaves_in != worker.generation:
+            self.notice(worker.generation)
 
     def notice(self, generation: Generation) -> None:
         for other in self.everybody():

@@ -65,6 +65,16 @@ class Client:
     def undrain(self, node: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/undrain", body)
 
+    def taints(self) -> dict[str, Any]:
+        return self._object("GET", "/v1/taints")
+
+    def taint(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """{"node": "n3", "slot": 1, "reason": …, "severity": …, "seconds": …}."""
+        return self._object("POST", "/v1/taints", body)
+
+    def untaint(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._object("POST", "/v1/taints/remove", body)
+
     def node(self, node: str) -> dict[str, Any]:
         return self._object("GET", f"/v1/nodes/{quote(node, safe='')}")
 

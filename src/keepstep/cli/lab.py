@@ -30,9 +30,10 @@ def _add_chaos(inner: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     option("--seed", type=int, default=None, help="the same seed gives the same faults")
     option(
         "--mix",
-        choices=("unplanned", "hold", "fallback", "user"),
+        choices=("unplanned", "planned", "all", "hold", "fallback", "user"),
         default="unplanned",
-        help="hold, fallback, user: kinds that do not end in a plain live resume",
+        help="planned: ranks are moved while all is well; all: both; hold, fallback, user: kinds "
+        "that do not end in a plain live resume",
     )
     option("--kinds", default="", metavar="A,B", help="only these kinds")
     option("--sabotage", choices=sabotage.NAMES, default="", help="one protection off: must fail")

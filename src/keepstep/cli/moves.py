@@ -1,4 +1,4 @@
-"""`keepstep migrate`, `drain`, `undrain`: ranks leave while all is well, without losing a step."""
+"""`keepstep migrate`, `drain`, `taint` and their opposites: ranks leave, and no step is lost."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from keepstep import codec
-from keepstep.cli import common_options
+from keepstep.cli import common_options, view
 from keepstep.cli.client import Client, from_environment
-from keepstep.cli.show import only_job
-from keepstep.errors import Transient
+from keepstep.cli.show import only_job, painter, show
+from keepstep.errors import ConfigError, Permanent, Transient
+from keepstep.model import Severity
 
 LOOK_SECONDS = 0.2
 
@@ -33,6 +34,33 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     undrain.add_argument("--dry-run", action="store_true", help="say what would happen")
     common_options(undrain)
     undrain.set_defaults(run=run_undrain)
+    _add_taints(commands)
+
+
+def _add_taints(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    taint = commands.add_parser("taint", help="a reason not to use a node or a device")
+    taint.add_argument("place", metavar="NODE[/SLOT]")
+    taint.add_argument("--reason", required=True, help="what is wrong with it")
+    taint.add_argument(
+        "--severity",
+        choices=[severity.value for severity in Severity],
+        default=Severity.AVOID.value,
+        help="avoid: nothing new there; leave: ranks move away; imminent: now (default: avoid)",
+    )
+    taint.add_argument(
+        "--for", dest="duration", default="24h", metavar="TIME", help="90s, 30m, 24h, 7d"
+    )
+    taint.add_argument("--dry-run", action="store_true", help="say what would happen")
+    common_options(taint)
+    taint.set_defaults(run=run_taint)
+    untaint = commands.add_parser("untaint", help="the reason does not hold any more")
+    untaint.add_argument("place", metavar="NODE[/SLOT]")
+    untaint.add_argument("--dry-run", action="store_true", help="say what would happen")
+    common_options(untaint)
+    untaint.set_defaults(run=run_untaint)
+    taints = commands.add_parser("taints", help="what is not to be used, why, and for how long")
+    common_options(taints)
+    taints.set_defaults(run=run_taints)
 
 
 def _options(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
@@ -49,7 +77,8 @@ def _options(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace
 def run_migrate(asked: argparse.Namespace) -> int:
     client = from_environment(asked.orchestrator, asked.token_file)
     job = asked.job or only_job(client.cluster())
-    before = {seat["rank"]: seat["incarnation"] for seat in client.job(job)["seats"]}
+    then = client.job(job)
+    before = {seat["rank"]: seat["incarnation"] for seat in then["seats"]}
     body: dict[str, Any] = {"ranks": asked.rank, "dry_run": asked.dry_run}
     body |= {"why": asked.why or "keepstep migrate", "to": asked.to}
     answer = client.migrate(job, body)
@@ -65,6 +94,8 @@ def run_migrate(asked: argparse.Namespace) -> int:
             _tell_progress(asked, found)
             return ""
         where = ", ".join(f"rank {seat['rank']} is on {seat['node']}" for seat in wanted)
+        if found["fallbacks"] > then["fallbacks"]:
+            return f"{where}, after a fallback: see `keepstep explain`"
         return f"{where}; no step was lost"
 
     return _conclude(asked, answer, moved)
@@ -83,7 +114,13 @@ def _emptied(asked: argparse.Namespace, client: Client) -> str:
     if node["empty"]:
         return f"{asked.node} is empty, safe to power off"
     for name in sorted({use["job"] for use in node["uses"] if use["job"]}):
-        _tell_progress(asked, picture["jobs"][name])
+        job = picture["jobs"][name]
+        if job["world"] == 1:
+            raise Permanent(
+                f"{asked.node} cannot become empty: {name} has one rank and nobody else holds its "
+                f"state; `keepstep stop --save {name}`, and run it again elsewhere"
+            )
+        _tell_progress(asked, job)
     return ""
 
 
@@ -91,6 +128,45 @@ def run_undrain(asked: argparse.Namespace) -> int:
     client = from_environment(asked.orchestrator, asked.token_file)
     answer = client.undrain(asked.node, {"dry_run": asked.dry_run})
     return _conclude(asked, answer, None)
+
+
+# ---------------------------------------------------------------- taints
+
+
+def run_taint(asked: argparse.Namespace) -> int:
+    client = from_environment(asked.orchestrator, asked.token_file)
+    body = {**place_of(asked.place), "reason": asked.reason, "severity": asked.severity}
+    body |= {"seconds": seconds_of(asked.duration), "dry_run": asked.dry_run}
+    return _conclude(asked, client.taint(body), None)
+
+
+def run_untaint(asked: argparse.Namespace) -> int:
+    client = from_environment(asked.orchestrator, asked.token_file)
+    body = {**place_of(asked.place), "dry_run": asked.dry_run}
+    return _conclude(asked, client.untaint(body), None)
+
+
+def run_taints(asked: argparse.Namespace) -> int:
+    picture = from_environment(asked.orchestrator, asked.token_file).cluster()
+    show(asked, {"taints": picture["taints"]}, view.taint_lines(picture, painter()))
+    return 0
+
+
+def place_of(text: str) -> dict[str, Any]:
+    """`n3` is a node, `n3/1` one of its slots."""
+    node, slash, slot = text.partition("/")
+    if not node or (slash and not slot.isdigit()):
+        raise ConfigError(f"{text!r} is no place; write NODE or NODE/SLOT, for example n3/1")
+    return {"node": node, "slot": int(slot)} if slash else {"node": node}
+
+
+def seconds_of(text: str) -> float:
+    """`90s`, `30m`, `24h`, `7d`."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    number, unit = text[:-1], text[-1:]
+    if unit not in units or not number.replace(".", "", 1).isdigit():
+        raise ConfigError(f"{text!r} is no time; write for example 90s, 30m, 24h or 7d")
+    return float(number) * units[unit]
 
 
 # ---------------------------------------------------------------- telling and waiting
@@ -121,8 +197,8 @@ def _conclude(
         answer["done"] = _wait(done, asked.wait_seconds)
         if not answer["done"]:
             print(
-                f"keepstep: not done after {asked.wait_seconds:g} s; it goes on (see "
-                "`keepstep status`), and `keepstep undrain` takes it back",
+                f"keepstep: not done after {asked.wait_seconds:g} s; it goes on: see "
+                "`keepstep status`",
                 file=sys.stderr,
             )
     if asked.output == "json":

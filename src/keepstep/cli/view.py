@@ -18,6 +18,7 @@ Painter = Callable[[str, str], str]
 NODES_SHOWN_MAX = 24
 PHASES = ("allocate", "quiesce", "reform", "transfer", "verify", "resume")
 """The happy path of a migration, as the progress line shows it."""
+PLANNED_PHASES = ("warm", "agree", *PHASES[1:])
 _CODES = {"good": "32", "busy": "33", "bad": "31", "dim": "2", "strong": "1"}
 _STATE_TONES = {
     "running": "good",
@@ -115,12 +116,13 @@ def migration_line(migration: Plain, now: float, paint: Painter = plain) -> str:
     """allocate > quiesce > [reform] > …, and for how long already."""
     phase = str(migration["phase"])
     seconds = _seconds(max(0.0, now - float(migration["began_at"])))
-    if phase not in PHASES:
+    phases = PLANNED_PHASES if migration["kind"] == "planned" else PHASES
+    if phase not in phases:
         return f"{paint(phase.upper(), 'bad')} for {seconds}"
-    at = PHASES.index(phase)
+    at = phases.index(phase)
     words = [
         paint(name, "good") if i < at else paint(f"[{name}]", "busy") if i == at else name
-        for i, name in enumerate(PHASES)
+        for i, name in enumerate(phases)
     ]
     return f"{migration['kind']} migration: {' > '.join(words)}  {seconds}"
 
@@ -171,7 +173,7 @@ def _node_mark(node: Plain | None, name: str, picture: Plain) -> str:
         return "agent away"
     if node["drained"]:
         return "empty" if node["empty"] else "draining"
-    return ""
+    return "tainted" if node["taint"] else ""
 
 
 def _cut(rows: Sequence[tuple[bool, str]]) -> list[str]:
@@ -203,11 +205,32 @@ def node_lines(picture: Plain, paint: Painter = plain) -> list[str]:
     return lines if len(lines) > 1 else ["no nodes; an agent joins with `keepstep run`"]
 
 
+def taint_lines(picture: Plain, paint: Painter = plain) -> list[str]:
+    """What is not to be used, how badly, until when, and why."""
+    lines = [f"{'place':<16}{'severity':<10}{'left':<10}{'source':<16}reason"]
+    for taint in picture["taints"]:
+        left = _duration(taint["until"] - picture["now"])
+        severity = paint(
+            f"{taint['severity']:<10}", "bad" if taint["severity"] != "avoid" else "busy"
+        )
+        rest = f"{left:<10}{taint['source']:<16}{taint['reason']}"
+        lines.append(f"{taint['place']:<16}{severity}{rest}")
+    return lines if len(lines) > 1 else ["no taints: every place may be used"]
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
 def _use(use: Plain) -> str:
-    if use["taint"]:
+    if use["taint"] and not use["job"]:
         return f"{use['slot']}:tainted({use['taint']})"
     who = "standby" if use["standby"] else f"rank {use['rank']}"
-    return f"{use['slot']}:{use['job']}/{who}" + ("(fenced)" if use["fenced"] else "")
+    taint = f"(tainted: {use['taint']})" if use["taint"] else ""
+    return f"{use['slot']}:{use['job']}/{who}{taint}" + ("(fenced)" if use["fenced"] else "")
 
 
 # ---------------------------------------------------------------- incidents

@@ -10,13 +10,16 @@
     POST /v1/jobs/{job}/migrate    {"ranks": [2], "to": "n4", "why": …}: move ranks that are well
     POST /v1/nodes/{node}/drain    {"why": …}: nothing new comes here, and what is here moves away
     POST /v1/nodes/{node}/undrain  the node may be used again
+    GET  /v1/taints                POST /v1/taints   {"node": "n3", "slot": 1, "reason": …,
+                                   "severity": "avoid" | "leave" | "imminent", "seconds": 3600}
+    POST /v1/taints/remove         {"node": "n3", "slot": 1}; without a slot: the whole node
     GET  /v1/events                server-sent events: each decision and its reason
     GET  /healthz                  no token needed
 
 Everything but /healthz and the agents' stream (whose Hello carries the token) needs
 `Authorization: Bearer <token>`. Errors are {"error": what is wrong, "fix": what to do}.
 
-The last three POSTs take `"dry_run": true` (what would happen is told, and does not) and a header
+The last five POSTs take `"dry_run": true` (what would happen is told, and does not) and a header
 `Idempotency-Key` (the same key again changes nothing, even if a new leader gets it).
 """
 
@@ -29,7 +32,7 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.errors import KeepstepError, WireError
-from keepstep.model import JobId, JobSpec, NodeId, Rank
+from keepstep.model import JobId, JobSpec, NodeId, Rank, Severity
 from keepstep.orchestrator import events, planned, state, view
 from keepstep.orchestrator.http import (
     BadRequest,
@@ -46,6 +49,9 @@ from keepstep.orchestrator.run import Orchestrator
 PROTOCOL = "keepstep-stream"
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A job's name becomes part of paths and of URLs."""
+TAINT_SECONDS = 24 * 3600.0
+TAINT_SECONDS_MAX = 365 * 24 * 3600.0
+REASON_CHARS_MAX = 500
 
 
 class Api:
@@ -109,7 +115,7 @@ class Api:
         match parts:
             case ("cluster",):
                 return json_response(picture)
-            case ("jobs" | "nodes" | "incidents" as what,):
+            case ("jobs" | "nodes" | "incidents" | "taints" as what,):
                 return json_response({what: picture[what]})
             case ("nodes" | "incidents" as what, name):
                 return _one(picture[what], what, name)
@@ -126,6 +132,10 @@ class Api:
                 return await self._migrate(request, job)
             case ("nodes", node, "drain" | "undrain" as verb):
                 return await self._drain(request, node, verb)
+            case ("taints",):
+                return await self._taint(request)
+            case ("taints", "remove"):
+                return await self._untaint(request)
             case _:
                 return _not_found(request)
 
@@ -189,6 +199,46 @@ class Api:
             event = events.DrainAsked(NodeId(name), why, key)
         return await self._follow(event, dry=body.get("dry_run", False))
 
+    async def _taint(self, request: Request) -> Reply:
+        kinds = {"node": str, "slot": int, "severity": str, "reason": str, "source": str}
+        body = _fields(request, {**kinds, "seconds": (int, float), "dry_run": bool})
+        node, slot = self._place(body)
+        if not body.get("reason"):
+            raise BadRequest(400, "a taint needs a reason", 'send "reason": what is wrong with it')
+        severity = body.get("severity", Severity.AVOID)
+        if severity not in tuple(Severity):
+            known = ", ".join(Severity)
+            raise BadRequest(400, f"no severity is called {severity!r}", f"known are: {known}")
+        seconds = float(body.get("seconds", TAINT_SECONDS))
+        if not 0 < seconds <= TAINT_SECONDS_MAX:
+            raise BadRequest(
+                400, "seconds is out of range", f"give more than 0, up to {TAINT_SECONDS_MAX:g}"
+            )
+        event = events.TaintAsked(
+            node,
+            body["reason"][:REASON_CHARS_MAX],
+            Severity(severity),
+            slot,
+            body.get("source") or "operator",
+            seconds,
+            request.headers.get("idempotency-key", ""),
+        )
+        return await self._follow(event, dry=body.get("dry_run", False))
+
+    async def _untaint(self, request: Request) -> Reply:
+        body = _fields(request, {"node": str, "slot": int, "dry_run": bool})
+        node, slot = self._place(body)
+        event = events.UntaintAsked(node, slot, request.headers.get("idempotency-key", ""))
+        return await self._follow(event, dry=body.get("dry_run", False))
+
+    def _place(self, body: Mapping[str, Any]) -> tuple[NodeId, int]:
+        node, slot = NodeId(body.get("node", "")), body.get("slot", -1)
+        self._known_node(node)
+        slots = self._orchestrator.cluster.nodes[node].slots
+        if not -1 <= slot < slots:
+            raise BadRequest(404, f"{node} has no slot {slot}", f"its slots are 0 to {slots - 1}")
+        return node, slot
+
     async def _follow(self, event: events.Event, *, dry: bool) -> Reply:
         if dry:
             decision = self._orchestrator.consider(event)
@@ -222,7 +272,7 @@ class Api:
             yield line.encode()
 
 
-def _fields(request: Request, kinds: Mapping[str, type]) -> dict[str, Any]:
+def _fields(request: Request, kinds: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
     """The request's object, with these fields at most, each of its kind."""
     body = request.json() if request.body else {}
     if not isinstance(body, dict):
@@ -230,8 +280,11 @@ def _fields(request: Request, kinds: Mapping[str, type]) -> dict[str, Any]:
     for name, value in body.items():
         if name not in kinds:
             raise BadRequest(400, f"unknown field {name!r}", f"known are: {', '.join(kinds)}")
-        if type(value) is not kinds[name]:
-            raise BadRequest(400, f"{name} is no {kinds[name].__name__}", "see the list of paths")
+        kind = kinds[name]
+        fits = kind if isinstance(kind, tuple) else (kind,)
+        if type(value) not in fits:
+            wanted = " or ".join(one.__name__ for one in fits)
+            raise BadRequest(400, f"{name} is {type(value).__name__}", f"give {wanted}")
     return body
 
 

@@ -21,6 +21,7 @@ from keepstep.orchestrator import (
     planned,
     policy,
     spares,
+    taints,
 )
 from keepstep.orchestrator.events import (
     DrainAsked,
@@ -31,9 +32,11 @@ from keepstep.orchestrator.events import (
     NodeVouched,
     StopAsked,
     Submitted,
+    TaintAsked,
     TermBegan,
     Tick,
     UndrainAsked,
+    UntaintAsked,
 )
 from keepstep.orchestrator.state import (
     REQUESTS_MAX,
@@ -119,13 +122,16 @@ def _dispatch(turn: Turn, event: Event) -> None:
             job = _sender_and_job(turn, event.node, event.job)
             if job is not None:
                 _message(turn, job, event)
+            elif isinstance(event, Observed) and event.node in turn.cluster.nodes:
+                # A stray of a job that is over: at least its slot is free.
+                _bury(turn, event)
         case Publish():
             _publish(turn, event)
         case Submitted():
             _submitted(turn, event)
         case StopAsked():
             _stop_asked(turn, event)
-        case MigrateAsked() | DrainAsked() | UndrainAsked():
+        case MigrateAsked() | DrainAsked() | UndrainAsked() | TaintAsked() | UntaintAsked():
             _asked(turn, event)
         case NodeSilent():
             nodes.silent(turn, event.node)
@@ -210,6 +216,8 @@ def _ended(turn: Turn, job: Job, event: Observed) -> None:
     if event.sign is Sign.FINISHED and job.migration and job.migration.phase in planned.TRAINING:
         planned.give_up(turn, job, f"{job.spec.job} has made its last step")
     moving = job.migration
+    if moving is not None and event.sign is Sign.FINISHED:
+        moving.through[event.rank] = event.incarnation
     if moving is not None and event.rank in moving.fences:
         migration.fenced(turn, job, event.rank)
     elif event.sign is Sign.FINISHED and (moving is None or moving.phase is Phase.RESUME):
@@ -256,6 +264,10 @@ def _died(turn: Turn, job: Job, cause: Cause) -> None:
     if cause.sign is Sign.FINISHED:
         why = f"rank {cause.rank} on {cause.node} had finished before the others came back"
         migration.step(turn, job, incidents.Fault((cause,), why, dead=(cause.rank,)))
+        return
+    if job.migration is not None and cause.rank in job.migration.leavers:
+        # A target: what befalls it on its way says nothing about the user's step.
+        migration.step(turn, job, incidents.died(job, cause))
         return
     judgement = policy.respond(job, cause)
     if judgement.response is policy.Response.STOP:
@@ -386,7 +398,9 @@ def _submitted(turn: Turn, event: Submitted) -> None:
     turn.note(f"job {spec.job} waits for {spec.nodes} nodes with {spec.ranks_per_node} slots", job)
 
 
-def _asked(turn: Turn, event: MigrateAsked | DrainAsked | UndrainAsked) -> None:
+def _asked(
+    turn: Turn, event: MigrateAsked | DrainAsked | UndrainAsked | TaintAsked | UntaintAsked
+) -> None:
     """What an operator asks for is followed once, however often the request arrives."""
     known = turn.cluster.requests
     if event.request and event.request in known:
@@ -396,9 +410,13 @@ def _asked(turn: Turn, event: MigrateAsked | DrainAsked | UndrainAsked) -> None:
         case MigrateAsked():
             _migrate_asked(turn, event)
         case DrainAsked():
-            nodes.drain(turn, event.node, event.why)
+            taints.drain(turn, event.node, event.why)
         case UndrainAsked():
-            nodes.undrain(turn, event.node)
+            taints.undrain(turn, event.node)
+        case TaintAsked():
+            taints.taint(turn, event)
+        case UntaintAsked():
+            taints.untaint(turn, event)
         case _:
             assert_never(event)
     if event.request and turn.touched:
@@ -438,6 +456,7 @@ def _stop_asked(turn: Turn, event: StopAsked) -> None:
 
 def _tick(turn: Turn) -> None:
     nodes.tick(turn)
+    taints.tick(turn)
     for name in turn.cluster.open_jobs:
         job = turn.cluster.jobs[name]
         if job.roster is None:

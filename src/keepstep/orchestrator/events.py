@@ -11,7 +11,7 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.errors import WireError
-from keepstep.model import JobId, JobSpec, NodeId, Rank, Term
+from keepstep.model import JobId, JobSpec, NodeId, Rank, Severity, Term
 from keepstep.wire import Hello, Observed, PhaseReport, Publish, Stalled, StandbyReport
 
 
@@ -62,6 +62,28 @@ class UndrainAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class TaintAsked:
+    """There is a reason not to use a node, or one slot of it."""
+
+    node: NodeId
+    reason: str
+    severity: Severity = Severity.AVOID
+    slot: int = -1
+    source: str = "operator"
+    seconds: float = 24 * 3600.0
+    request: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UntaintAsked:
+    """The reason does not hold any more."""
+
+    node: NodeId
+    slot: int = -1
+    request: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSilent:
     """A node's heartbeats stopped."""
 
@@ -106,6 +128,8 @@ Event = (
     | MigrateAsked
     | DrainAsked
     | UndrainAsked
+    | TaintAsked
+    | UntaintAsked
     | NodeSilent
     | NodeVouched
     | LinkLost
@@ -127,6 +151,8 @@ _KINDS: dict[str, type] = {
         MigrateAsked,
         DrainAsked,
         UndrainAsked,
+        TaintAsked,
+        UntaintAsked,
         NodeSilent,
         NodeVouched,
         LinkLost,

@@ -40,6 +40,9 @@ class Witness:
     """How far the jobs of a quiet node were when it was last known to be well."""
 
     def hear(self, pulse: JobPulse) -> None:
+        if pulse.committed < 0:
+            # A worker that waits to join says nothing about the steps of its generation.
+            return
         known = self.progress.get(pulse.job, (Generation(-1), -1))
         self.progress[pulse.job] = max(known, (pulse.generation, pulse.step))
 

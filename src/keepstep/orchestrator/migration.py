@@ -33,6 +33,7 @@ from keepstep.orchestrator.events import Tick
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import (
     CAUSES_MAX,
+    SETTLED_MAX,
     Cause,
     Job,
     Migration,
@@ -43,7 +44,6 @@ from keepstep.wire import PhaseReport, SeatReport
 
 SAME_FAULT_SECONDS = 2.0
 """Deaths this close together are one fault: they do not use up the recoveries of an incident."""
-SETTLED_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,10 @@ def _fault(turn: Turn, job: Job, fault: Fault) -> None:
         name = MigrationId(f"m{turn.cluster.next()}")
         job.migration = Migration(name, "unplanned", "recover", Phase.ALLOCATE, turn.now, turn.now)
     migration, _ = _the(job)
+    if migration.purpose == "start":
+        migration.phase_at = turn.now
     if migration.purpose == "start" or migration.phase in planned.TRAINING:
-        migration.began_at = migration.phase_at = turn.now
+        migration.began_at = turn.now
     if migration.purpose == "move":
         migration.outcome = "resumed"
     if migration.purpose in ("start", "move"):
@@ -173,13 +175,13 @@ def _allocate(turn: Turn, job: Job) -> None:
     if saving:
         migration.gone.update(dict.fromkeys(migration.fresh, "it never got state"))
         migration.fresh = {}
-    seats = list(before.seats)
-    planned.turn_back(turn, job, seats)
+    planned.turn_back(turn, job)
     if not seating.survivors(job) and planned.recall(turn, job):
-        planned.turn_back(turn, job, seats)
+        planned.turn_back(turn, job)
     if not seating.survivors(job):
-        launch.fall_back(turn, job, "no rank survives")
+        planned.end_or_fall_back(turn, job, "no rank survives")
         return
+    seats = list(_the(job)[1].seats)
     chosen = [] if saving else seating.seat_joiners(turn, job, seats)
     absent = {*migration.gone, *migration.fresh}
     store = roster.store_node(seats, turn.cluster.nodes, absent, before.store_node)
@@ -271,8 +273,8 @@ def _complete(turn: Turn, job: Job) -> None:
     """If all who are waited for have reported, the next phase begins."""
     migration, now = _the(job)
     warming = migration.phase is Phase.WARM
-    wanted = len(migration.coming) if warming else len(now.seats) - len(migration.gone)
-    if len(migration.reports) >= wanted:
+    awaited = len(migration.coming) if warming else len(now.seats) - len(migration.gone)
+    if len(migration.reports) >= awaited:
         TABLE[migration.phase].done(turn, job)
 
 
@@ -350,8 +352,8 @@ def _unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> None:
     plan = migration.plan
     assert plan is not None
     worst = bad[0]
-    what = worst.problem or f"digest {worst.digest[:12]} is not {plan.digest[:12]}"
-    why = f"rank {worst.rank} is not verified: {what}"
+    other = f"digest {worst.digest[:12]} is not {plan.digest[:12]}"
+    why = f"rank {worst.rank} is not verified: {worst.problem or other}"
     orphans = [seat.rank for seat in bad if seat.problem.startswith("no private state")]
     if orphans and not planning.homes_returned(turn, job, plan, orphans):
         _last_resort(turn, job, why)
@@ -385,7 +387,7 @@ def _last_resort(turn: Turn, job: Job, why: str) -> None:
         _the(job)[0].attempts = 0
         _to_allocate(turn, job)
     else:
-        launch.fall_back(turn, job, why)
+        planned.end_or_fall_back(turn, job, why)
 
 
 def _resume(turn: Turn, job: Job) -> None:
@@ -405,9 +407,7 @@ def _done(turn: Turn, job: Job) -> None:
     migration, now = _the(job)
     launch.change_phase(turn, job, Phase.DONE)
     job.settled = (Settled(now, job.settled[0].serial),)
-    job.begun = True
-    job.state = JobState.RUNNING
-    job.standby_losses = 0
+    job.begun, job.state, job.standby_losses = True, JobState.RUNNING, 0
     took = turn.now - migration.began_at
     turn.note(
         f"generation {job.generation} committed its first step after {took:.3f} s"
@@ -444,7 +444,7 @@ def _save(turn: Turn, job: Job) -> None:
     migration, _ = _the(job)
     verdict = roster.judge(migration.reports)
     if verdict.problem:
-        launch.fall_back(turn, job, verdict.why)
+        _last_resort(turn, job, verdict.why)
         return
     plan = migration.plan = planning.save(turn, job, verdict)
     if job.incident is not None:
@@ -465,7 +465,7 @@ def _saved(turn: Turn, job: Job) -> None:
         migration.attempts += 1
         turn.note(f"rank {failed[0].rank} could not save: {failed[0].problem}", job)
         if migration.attempts >= job.spec.policy.transfer_attempts_max:
-            launch.fall_back(turn, job, f"{migration.attempts} attempts to save failed")
+            _last_resort(turn, job, f"{migration.attempts} attempts to save failed")
         else:
             _to_allocate(turn, job)
         return

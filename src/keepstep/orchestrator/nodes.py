@@ -106,8 +106,10 @@ def _compare_workers(turn: Turn, state: NodeState, facts: tuple[WorkerFact, ...]
     for fact in facts:
         if not _rightful(turn, state, fact) and not sabotage.off("fence"):
             _fence_stray(turn, state, fact)
-    for slot, user in sorted(state.uses.items()):
-        if user.rank < 0 or (user.job, user.rank, user.incarnation) in listed:
+    for slot in sorted(state.uses):
+        # Read anew: what was decided about one may have changed another.
+        user = state.uses.get(slot)
+        if user is None or user.rank < 0 or (user.job, user.rank, user.incarnation) in listed:
             continue
         if user.fenced:
             spares.release(turn.cluster, state.node, slot)
@@ -193,6 +195,7 @@ def _adopt_or_drop(turn: Turn, state: NodeState, fact: StandbyFact) -> None:
         and len(job.standbys) < job.spec.spares
         and fact.slot < state.slots
         and not state.drained
+        and not spares.tainted(turn.cluster, state.node, fact.slot, turn.now)
     )
     if job is not None and wanted:
         spares.occupy(turn.cluster, state.node, fact.slot, Occupant(fact.job))
@@ -240,10 +243,20 @@ def vouched(turn: Turn, node: NodeId) -> None:
 def jobs_on(cluster: Cluster, nodes: Iterable[NodeId]) -> dict[NodeId, set[JobId]]:
     """Whose steps can vouch for these nodes: the jobs that have ranks there."""
     return {
-        node: {u.job for u in cluster.nodes[node].uses.values() if u.rank >= 0 and not u.fenced}
+        node: {
+            user.job
+            for user in cluster.nodes[node].uses.values()
+            if user.rank >= 0 and not user.fenced and _trains(cluster, user)
+        }
         for node in nodes
         if node in cluster.nodes
     }
+
+
+def _trains(cluster: Cluster, user: Occupant) -> bool:
+    """It has a seat: it is no target that warms up, and nobody who waits to leave."""
+    job = cluster.jobs[user.job]
+    return job.roster is not None and job.roster.seats[user.rank].incarnation == user.incarnation
 
 
 def heard(turn: Turn, state: NodeState) -> None:
@@ -323,49 +336,10 @@ def lose(turn: Turn, node: NodeId, why: str) -> None:
         if job is None or job.state.over:
             continue
         _forget_missing(job, users)
-        planned.lose_node(turn, job, node)
-        fault = incidents.node_lost(job, node, why) if seated else None
-        if fault is not None and fault.dead:
+        in_vain = planned.lose_node(turn, job, node)
+        fault = incidents.node_lost(job, node, why)
+        if (seated and fault.dead) or in_vain:
             migration.step(turn, job, fault)
-
-
-def drain(turn: Turn, node: NodeId, why: str) -> None:
-    """Nothing new comes here, and what is here leaves as soon as it can."""
-    state = turn.cluster.nodes.get(node)
-    if state is None:
-        turn.ignore(f"no node is called {node}")
-        return
-    if not state.drained:
-        state.drained = why
-        turn.note(f"node {node} is drained: {why}")
-    for name in sorted({user.job for user in state.uses.values() if not user.fenced}):
-        job = turn.cluster.jobs[name]
-        if not job.state.over:
-            _clear_out(turn, job, state)
-    if not turn.touched:
-        turn.ignore(f"node {node} is drained already")
-
-
-def _clear_out(turn: Turn, job: Job, state: NodeState) -> None:
-    for standby in [s for s in job.standbys.values() if s.node == state.node]:
-        spares.drop_standby(turn, job, standby.node, standby.slot)
-    planned.avoid(turn, job, state.node)
-    if why := planned.refusal(job):
-        turn.note(f"{state.node} cannot become empty: {why}", job)
-    elif job.roster is not None:
-        ranks = [seat.rank for seat in job.roster.seats if seat.node == state.node]
-        planned.wish(turn, job, ranks, f"{state.node} is drained: {state.drained}")
-
-
-def undrain(turn: Turn, node: NodeId) -> None:
-    state = turn.cluster.nodes.get(node)
-    if state is None or not state.drained:
-        turn.ignore(f"node {node} is not drained")
-        return
-    for name in turn.cluster.open_jobs:
-        planned.withdraw(turn, turn.cluster.jobs[name], f"{node} is drained: {state.drained}")
-    state.drained = ""
-    turn.note(f"node {node} may be used again")
 
 
 def _forget_missing(job: Job, users: list[tuple[int, Occupant]]) -> None:

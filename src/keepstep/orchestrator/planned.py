@@ -14,7 +14,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from keepstep.model import Generation, JobState, MigrationId, NodeId, Phase, Rank, Seat
+from keepstep.model import (
+    Generation,
+    JobState,
+    MigrationId,
+    NodeId,
+    Phase,
+    Rank,
+    Seat,
+    Sign,
+)
 from keepstep.orchestrator import launch, orders, seating, spares
 from keepstep.orchestrator.state import (
     Job,
@@ -38,16 +47,26 @@ TRAINING = (Phase.WARM, Phase.AGREE)
 # ---------------------------------------------------------------- wishes
 
 
-def wish(turn: Turn, job: Job, ranks: Iterable[Rank], why: str, to: NodeId = NodeId("")) -> None:
+def wish(
+    turn: Turn,
+    job: Job,
+    ranks: Iterable[Rank],
+    why: str,
+    to: NodeId = NodeId(""),
+    *,
+    urgent: bool = False,
+) -> None:
     """These ranks shall move; those that are already on their way stay on it."""
     assert job.roster is not None
     moving = job.migration.leavers if job.migration else {}
     new = []
     for rank in sorted(ranks):
         seat = job.roster.seats[rank]
-        if rank in moving or rank in job.leaving:
+        known = job.leaving.get(rank)
+        more = known is None or (urgent and not known.urgent) or to not in ("", known.to)
+        if rank in moving or not more:
             continue
-        job.leaving[rank] = Leave(seat.incarnation, why, turn.now, to)
+        job.leaving[rank] = Leave(seat.incarnation, why, turn.now, to, urgent=urgent)
         new.append(rank)
     if new:
         listed = ", ".join(map(str, new[:8]))
@@ -58,14 +77,12 @@ def wish(turn: Turn, job: Job, ranks: Iterable[Rank], why: str, to: NodeId = Nod
 
 
 def withdraw(turn: Turn, job: Job, why: str) -> None:
-    """Wishes with this reason are not wanted any more, unless the move is under way."""
-    moving = job.migration
-    busy = {*moving.coming, *moving.leavers} if moving is not None else set()
-    gone = [rank for rank, leave in job.leaving.items() if leave.why == why and rank not in busy]
+    """Wishes with this reason are not wanted any more. A move that is under way is made."""
+    gone = sorted(rank for rank, leave in job.leaving.items() if leave.why == why)
     for rank in gone:
         del job.leaving[rank]
     if gone:
-        turn.note(f"rank {', '.join(map(str, sorted(gone)[:8]))} may stay", job)
+        turn.note(f"rank {', '.join(map(str, gone[:8]))} need not move any more", job)
 
 
 def refusal(job: Job) -> str:
@@ -88,11 +105,10 @@ def begin(turn: Turn, job: Job) -> None:
         return
     _forget_stale(turn, job)
     # Somebody has to stay: the others get their state from those who do.
-    ranks = sorted(job.leaving)[: len(job.roster.seats) - 1]
-    if not ranks:
-        return
+    first = sorted(job.leaving, key=lambda rank: (not job.leaving[rank].urgent, rank))
+    ranks = sorted(first[: len(job.roster.seats) - 1])
     chosen = _choose(turn, job, ranks)
-    if chosen is None:
+    if not chosen:
         return
     launch.open_incident(turn, job)
     name = MigrationId(f"m{turn.cluster.next()}")
@@ -100,14 +116,14 @@ def begin(turn: Turn, job: Job) -> None:
     job.migration = migration
     job.promised = Generation(max(job.generation, job.promised) + 1)
     told = []
-    for rank, choice in zip(ranks, chosen, strict=True):
+    for rank, choice in chosen.items():
         incarnation = next_incarnation(job, job.roster.seats[rank])
         job.incarnations[rank] = incarnation
         spares.take(turn.cluster, job, choice, rank, incarnation)
         migration.coming[rank] = Seat(rank, choice.node, choice.slot, incarnation)
         told.append(f"rank {rank} to {choice.why}")
     moved = ", ".join(told[:4]) + (f" and {len(told) - 4} more" if len(told) > 4 else "")
-    why = job.leaving[ranks[0]].why
+    why = job.leaving[min(chosen)].why
     turn.note(f"planned ({why}): warming {moved}; training goes on", job)
     orders.tell(turn, job)
 
@@ -121,23 +137,31 @@ def _forget_stale(turn: Turn, job: Job) -> None:
             turn.touched = True
 
 
-def _choose(turn: Turn, job: Job, ranks: Sequence[Rank]) -> list[spares.Choice] | None:
-    """A target for each, or None (and each wish says why)."""
-    chosen: list[spares.Choice] = []
-    for rank in ranks:
-        leave = job.leaving[rank]
-        taken = {(choice.node, choice.slot) for choice in chosen}
-        choice = spares.choose(turn.cluster, job, turn.now, without=taken, only=leave.to)
+def _choose(turn: Turn, job: Job, ranks: Sequence[Rank]) -> dict[Rank, spares.Choice]:
+    """A target for each; the urgent ones go even if the others cannot. Nobody: each says why."""
+    chosen: dict[Rank, spares.Choice] = {}
+    missing: list[Rank] = []
+    # Those who can go to one place only choose first.
+    wishes = job.leaving
+    for rank in sorted(ranks, key=lambda r: (not wishes[r].urgent, not wishes[r].to, r)):
+        taken = {(choice.node, choice.slot) for choice in chosen.values()}
+        only = job.leaving[rank].to
+        choice = spares.choose(turn.cluster, job, turn.now, without=taken, only=only)
         if choice is None:
-            _wait(turn, job, ranks, leave.to)
-            return None
-        chosen.append(choice)
-    return chosen
+            missing.append(rank)
+        else:
+            chosen[rank] = choice
+    if missing:
+        _wait(turn, job, missing, job.leaving[missing[0]].to, len(chosen))
+        # Who waits for one certain place holds up nobody.
+        held_up = any(not wishes[rank].to for rank in missing)
+        chosen = {rank: c for rank, c in chosen.items() if wishes[rank].urgent or not held_up}
+    return dict(sorted(chosen.items()))
 
 
-def _wait(turn: Turn, job: Job, ranks: Sequence[Rank], to: NodeId) -> None:
-    free = len(job.standbys)
-    where = f"{to} has no free slot" if to else f"{len(ranks)} ranks need a slot, {free} are spare"
+def _wait(turn: Turn, job: Job, ranks: Sequence[Rank], to: NodeId, found: int) -> None:
+    wanted = len(ranks) + found
+    where = f"{to} has no free slot" if to else f"{wanted} needed, {found} free"
     fix = "add a node, undrain one, or stop a job"
     waits = f"no room yet: {where}; {fix}"
     if any(job.leaving[rank].waits != waits for rank in ranks):
@@ -180,8 +204,8 @@ def agreed(turn: Turn, job: Job) -> None:
 
 
 def disagreed(turn: Turn, job: Job) -> None:
-    """Somebody did not answer. A step that is left half-way is made again: that works as well."""
-    _quiesce(turn, job, "not all ranks said where they are: they stop where they can", 0.0)
+    """Somebody did not answer: its agent is away, or it is about to be found hung."""
+    give_up(turn, job, "not all ranks said where they are")
 
 
 def _quiesce(turn: Turn, job: Job, why: str, seconds: float) -> None:
@@ -192,6 +216,8 @@ def _quiesce(turn: Turn, job: Job, why: str, seconds: float) -> None:
     migration.leavers = {rank: before.seats[rank] for rank in sorted(migration.coming)}
     migration.joined = {rank: seat.incarnation for rank, seat in migration.coming.items()}
     migration.coming = {}
+    for rank in migration.leavers:
+        job.missing.pop(rank, None)
     # The pause begins here, and with it what is told as its duration.
     migration.began_at = turn.now
     job.generation = job.promised
@@ -243,13 +269,15 @@ def _retry_later(turn: Turn, job: Job) -> None:
     job.leave_at = turn.now + wait
 
 
-def turn_back(turn: Turn, job: Job, seats: list[Seat]) -> None:
+def turn_back(turn: Turn, job: Job) -> None:
     """A fault: ranks without a worker go to the one that waits for them, old or new."""
-    migration = job.migration
+    migration, now = job.migration, job.roster
     assert migration is not None
+    assert now is not None
+    seats = list(now.seats)
     for rank in sorted(migration.coming):
         coming = migration.coming.pop(rank)
-        if rank in migration.gone:
+        if rank in migration.gone and migration.purpose != "save":
             seats[rank] = coming
             del migration.gone[rank]
             migration.fresh[rank] = turn.now
@@ -258,13 +286,16 @@ def turn_back(turn: Turn, job: Job, seats: list[Seat]) -> None:
         else:
             seating.dismiss(turn, job, (coming,))
     migration.agreed = -1
-    for rank in sorted(set(migration.leavers) & set(migration.gone)):
+    back = sorted(set(migration.leavers) & set(migration.gone))
+    if back:
+        _retry_later(turn, job)
+    for rank in back:
         leaver = migration.leavers.pop(rank)
         seats[rank] = leaver
         del migration.gone[rank]
         migration.joined.pop(rank, None)
-        _retry_later(turn, job)
         turn.note(f"the target of rank {rank} failed: it goes on where it was, {leaver.node}", job)
+    job.roster = replace(now, seats=tuple(seats))
 
 
 def recall(turn: Turn, job: Job) -> bool:
@@ -281,19 +312,28 @@ def recall(turn: Turn, job: Job) -> bool:
     return bool(migration.leavers)
 
 
+def end_or_fall_back(turn: Turn, job: Job, why: str) -> None:
+    """Nobody holds state. If all ended in good order, it is because nothing is left to do."""
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    if len(migration.through) == len(now.seats):
+        launch.finish(turn, job, JobState.FINISHED, 0, f"all {len(now.seats)} ranks finished")
+    else:
+        launch.fall_back(turn, job, why)
+
+
 def ended(turn: Turn, job: Job, event: Observed) -> bool:
     """A worker that waits, old or new, has ended. False: it is neither."""
     migration = job.migration
     if migration is None:
         return False
-    rank = event.rank
-    coming, leaver = migration.coming.get(rank), migration.leavers.get(rank)
-    if coming is not None and (coming.node, coming.incarnation) == (event.node, event.incarnation):
-        lose(turn, job, coming, event.detail or f"it ended with {event.exit_code}")
-        return True
-    if leaver is not None and (leaver.node, leaver.incarnation) == (event.node, event.incarnation):
-        lose(turn, job, leaver, event.detail or f"it ended with {event.exit_code}")
-        return True
+    for seat in (migration.coming.get(event.rank), migration.leavers.get(event.rank)):
+        if seat and (seat.node, seat.incarnation) == (event.node, event.incarnation):
+            if event.sign is Sign.FINISHED:
+                migration.through[event.rank] = event.incarnation
+            lose(turn, job, seat, event.detail or f"it ended with {event.exit_code}")
+            return True
     return False
 
 
@@ -308,25 +348,40 @@ def lose(turn: Turn, job: Job, seat: Seat, why: str) -> None:
         turn.note(f"rank {seat.rank} left {seat.node} earlier than planned: {why}", job)
         return
     del migration.coming[seat.rank]
-    give_up(turn, job, f"the target of rank {seat.rank} on {seat.node} is gone ({why})")
+    gone = f"the target of rank {seat.rank} on {seat.node} is gone ({why})"
+    if migration.phase in TRAINING:
+        give_up(turn, job, gone)
+    else:
+        # Somebody's fault comes first: the targets that are left are looked at then.
+        turn.note(gone, job)
 
 
-def lose_node(turn: Turn, job: Job, node: NodeId) -> None:
-    """A node is lost: with it those who wait there."""
+def lose_node(turn: Turn, job: Job, node: NodeId) -> bool:
+    """A node is lost: with it those who wait there. True: others may wait for them in vain."""
     migration = job.migration
     if migration is None:
-        return
+        return False
+    left = any(seat.node == node for seat in migration.leavers.values())
     for seat in [s for s in migration.leavers.values() if s.node == node]:
         lose(turn, job, seat, "its node is lost")
     for seat in [s for s in migration.coming.values() if s.node == node]:
         if job.migration is migration:
             lose(turn, job, seat, "its node is lost")
+    return left and migration.phase is Phase.QUIESCE and migration.agreed >= 0
 
 
-def avoid(turn: Turn, job: Job, node: NodeId) -> None:
-    """Targets must not be warmed on this node any more."""
+def avoid(turn: Turn, job: Job, node: NodeId, slot: int = -1) -> None:
+    """Targets must not be warmed on this node (or this slot of it) any more."""
     migration = job.migration
-    if migration and any(seat.node == node for seat in migration.coming.values()):
+    coming = migration.coming if migration else {}
+    there = [s for s in coming.values() if s.node == node and slot in (-1, s.slot)]
+    if not there or migration is None:
+        return
+    if migration.phase not in TRAINING:
+        for seat in there:
+            del migration.coming[seat.rank]
+        seating.dismiss(turn, job, there)
+    else:
         give_up(turn, job, f"{node} is no place to move to any more")
         job.leave_at = turn.now
 

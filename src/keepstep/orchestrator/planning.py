@@ -55,7 +55,8 @@ def taint(turn: Turn, job: Job, rank: Rank, why: str) -> None:
     assert now is not None
     seat = now.seats[rank]
     until = turn.now + TAINT_SECONDS
-    turn.cluster.taints[slot_key(seat.node, seat.slot)] = Taint(why, turn.now, until)
+    place = slot_key(seat.node, seat.slot)
+    turn.cluster.taints[place] = Taint(why, turn.now, until)
     turn.note(f"{why}: it receives, and {seat.node} slot {seat.slot} is tainted", job)
 
 

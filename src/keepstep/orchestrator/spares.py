@@ -75,8 +75,8 @@ def free_slots(cluster: Cluster, state: NodeState, now: float) -> list[int]:
 
 
 def tainted(cluster: Cluster, node: NodeId, slot: int, now: float) -> bool:
-    taint = cluster.taints.get(slot_key(node, slot))
-    return taint is not None and now < taint.until
+    found = (cluster.taints.get(node), cluster.taints.get(slot_key(node, slot)))
+    return any(taint is not None and now < taint.until for taint in found)
 
 
 def choose(
@@ -161,18 +161,20 @@ def drop_standby(turn: Turn, job: Job, node: NodeId, slot: int) -> None:
 
 def clear(turn: Turn, job: Job, exit_code: int, why: str) -> None:
     """The job is over: end what is left of it, and give its slots back."""
-    nodes = {standby.node: None for standby in job.standbys.values()}
+    nodes = {standby.node for standby in job.standbys.values()}
     if job.roster is not None:
-        nodes.update((seat.node, None) for seat in job.roster.seats)
-    if job.migration is not None:
-        waiting = (*job.migration.coming.values(), *job.migration.leavers.values())
-        nodes.update((seat.node, None) for seat in waiting)
-    for node in nodes:
-        state = turn.cluster.nodes[node]
-        state.uses = {slot: user for slot, user in state.uses.items() if user.job != job.spec.job}
-        index(turn.cluster, state)
+        nodes |= {seat.node for seat in job.roster.seats}
+    # Everywhere: a worker that was to be killed may hold a slot of a node without any seat.
+    for node, state in turn.cluster.nodes.items():
+        if any(user.job == job.spec.job for user in state.uses.values()):
+            nodes.add(node)
+            kept = {slot: user for slot, user in state.uses.items() if user.job != job.spec.job}
+            state.uses = kept
+            index(turn.cluster, state)
     told = sorted((n for n in nodes if turn.cluster.nodes[n].alive), key=natural)
-    turn.order(job, "stop", told, Stop(exit_code, why))
+    # Some agents have heard of a generation that never came.
+    newest = max(job.generation, job.promised)
+    turn.order(job, "stop", told, Stop(exit_code, why), newest)
     job.standbys = {}
 
 

@@ -29,6 +29,7 @@ from keepstep.model import (
     Rank,
     Roster,
     Seat,
+    Severity,
     Sign,
     Term,
 )
@@ -39,6 +40,7 @@ CLOSED_MAX = 1000
 STORY_LINES_MAX = 200
 STORY_LINES_CLOSED_MAX = 40
 CAUSES_MAX = 64
+SETTLED_MAX = 4
 JOBS_OVER_MAX = 200
 REQUESTS_MAX = 1000
 DETAIL_CHARS_MAX = 8000
@@ -94,11 +96,13 @@ class Standby:
 
 @dataclass(frozen=True, slots=True)
 class Taint:
-    """A recorded reason not to use a device."""
+    """A recorded reason not to use a node or a device."""
 
     reason: str
     at: float
     until: float
+    severity: Severity = Severity.AVOID
+    source: str = "keepstep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,8 @@ class Migration:
     """What the workers of those seats said when they were ready."""
     leavers: dict[Rank, Seat] = field(default_factory=dict)
     """Planned: the old seats, with their workers waiting in case the new ones fail."""
+    through: dict[Rank, int] = field(default_factory=dict)
+    """Ranks whose workers ended in good order while others were still asked to stop."""
     agreed: int = -1
     """Planned: the boundary at which all ranks stop; -1: as soon as they can."""
 
@@ -245,6 +251,8 @@ class Leave:
     """Only there; empty: the best spare."""
     waits: str = ""
     """Why it cannot begin yet."""
+    urgent: bool = False
+    """Goes even if others, who wish to go too, have to wait."""
 
 
 @dataclass(slots=True)
@@ -309,6 +317,7 @@ class Cluster:
     """Living nodes with a free slot, in natural order."""
     doubtful: dict[NodeId, float] = field(default_factory=dict)
     """Living nodes whose stream is closed or whose heartbeats stopped, and since when."""
+    drained: tuple[NodeId, ...] = ()
     jobs: dict[JobId, Job] = field(default_factory=dict)
     open_jobs: tuple[JobId, ...] = ()
     taints: dict[str, Taint] = field(default_factory=dict)
@@ -355,6 +364,11 @@ def natural(node: NodeId) -> tuple[str | int, ...]:
 def next_incarnation(job: Job, seat: Seat) -> int:
     """One that no worker of this rank ever had: agents remember how each of them ended."""
     return 1 + max(seat.incarnation, job.incarnations.get(seat.rank, -1))
+
+
+def place_key(node: NodeId, slot: int = -1) -> str:
+    """A device, or without a slot the whole node: where a taint is."""
+    return node if slot < 0 else slot_key(node, slot)
 
 
 def slot_key(node: NodeId, slot: int) -> str:

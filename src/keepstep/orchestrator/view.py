@@ -10,7 +10,15 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.model import JobId, Phase, Rank
-from keepstep.orchestrator.state import Cluster, Incident, Job, Migration, NodeState, natural
+from keepstep.orchestrator.state import (
+    Cluster,
+    Incident,
+    Job,
+    Migration,
+    NodeState,
+    natural,
+    slot_key,
+)
 
 
 def describe(cluster: Cluster) -> dict[str, Any]:
@@ -26,6 +34,10 @@ def describe(cluster: Cluster) -> dict[str, Any]:
             for node in sorted(cluster.nodes, key=natural)
         },
         "incidents": [incident_view(i) for i in (*cluster.closed, *open_incidents)],
+        "taints": [
+            {"place": place, **codec.to_plain(taint)}
+            for place, taint in sorted(cluster.taints.items())
+        ],
     }
 
 
@@ -134,7 +146,7 @@ def node_view(cluster: Cluster, state: NodeState) -> dict[str, Any]:
     uses = []
     for slot in range(state.slots):
         user = state.uses.get(slot)
-        taint = cluster.taints.get(f"{state.node}/{slot}")
+        taint = cluster.taints.get(slot_key(state.node, slot))
         uses.append(
             {
                 "slot": slot,
@@ -155,6 +167,7 @@ def node_view(cluster: Cluster, state: NodeState) -> dict[str, Any]:
         "free": state.slots - len(state.uses) if state.alive else 0,
         "store_good": state.store_good,
         "drained": state.drained or None,
+        "taint": cluster.taints[state.node].reason if state.node in cluster.taints else None,
         "empty": _is_empty(cluster, state),
         "labels": dict(state.labels),
         "uses": uses,

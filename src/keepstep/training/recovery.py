@@ -72,6 +72,9 @@ def _quiesce(keeper: Keeper, generation: int) -> None:
     if keeper.boundary.unwind():
         assert keeper.cursor is not None, "a step has a cursor"
         keeper.cursor.advance()
+    if keeper.leaves_in == generation:
+        # Whoever has our rank speaks for it.
+        return
     intact = keeper.has_state and keeper.boundary.whole
     rank = Rank(keeper.place.rank)
     if not intact:

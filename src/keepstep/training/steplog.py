@@ -53,7 +53,8 @@ class StepLog:
         self._records.append(record)
 
     def forget_after(self, step: int) -> None:
-        """An uncommitted step is retried: its record goes."""
+        """An uncommitted step is retried: its record goes. Somebody else may have written."""
+        self._written = None
         kept = [r for r in self._records if r.step < step]
         self._records.clear()
         self._records.extend(kept)
