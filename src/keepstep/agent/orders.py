@@ -62,6 +62,7 @@ class Orders:
         self._under_way: set[OrderId] = set()
         self._fenced: dict[tuple[JobId, int, int], None] = {}
         """Seats that must not come to life any more, should their start still be under way."""
+        self._agree: dict[JobId, wire.Order] = {}
         self._leaving: dict[JobId, set[tuple[int, int]]] = {}
         """Leavers of the newest generation. Forgotten with this process, which costs 50 ms."""
 
@@ -94,7 +95,9 @@ class Orders:
             case wire.Fence():
                 self._fence(order, action)
             case wire.Agree():
-                # Not remembered: whoever misses it is asked again, or the move is given up.
+                # Kept for workers that come back, and not on record: a generation that may never
+                # come is none to refuse others for.
+                self._agree[order.job] = order
                 self._pass_on(order)
             case wire.Quiesce() | wire.Reform() | wire.Resume() | wire.Save():
                 self._forward(order)
@@ -109,6 +112,8 @@ class Orders:
         job = self._hands.room.jobs.get(worker.record.job)
         if job is None or worker.is_standby:
             return
+        if (agree := self._agree.get(worker.record.job)) is not None:
+            link.send(agree)
         for text in job.forwarded:
             order = wire.from_plain(codec.loads(text))
             if isinstance(order.action, wire.Assign):
@@ -314,6 +319,7 @@ class Orders:
             return
         # First to the workers, who wait for it; an agent that dies in between gets it again.
         self._pass_on(order)
+        self._agree.pop(order.job, None)
         if isinstance(order.action, wire.Quiesce):
             leaving = order.action.leaving
             self._leaving[order.job] = {(int(s.rank), s.incarnation) for s in leaving}

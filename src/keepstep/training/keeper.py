@@ -105,7 +105,9 @@ class Keeper:
     def _open_memory(self) -> None:
         place = self.place
         self.page = Page(page_path(place.room, place.rank, place.incarnation), create=True)
-        self.page.set_generation(self.generation)
+        if self.has_state:
+            # A joiner trains in no generation yet, and while a move is planned others still do.
+            self.page.set_generation(self.generation)
         self.groups.bind_counter(self.page.memory, Page.LAUNCHED_AT)
         self.ring: Ring | None = None
         path = None
