@@ -109,10 +109,12 @@ test-process: ## real processes, sockets and, as root, network namespaces
 sim: ## the seeded simulator alone
 	$(BOUND) 600 $(PY) -m pytest -q --durations=5 tests/simulation
 
-# 20 faults from a fixed seed, to compare with yesterday; 5 from a fresh one, to find what is new.
+# 20 faults and 15 moves from fixed seeds, to compare with yesterday; 5 faults from a fresh one, to
+# find what is new.
 .PHONY: chaos-ci
-chaos-ci: ## a real job under 20 fixed and 5 fresh faults, compared bit for bit
+chaos-ci: ## a real job under 20 fixed faults, 15 moves and 5 fresh faults, compared bit for bit
 	$(BOUND) 1800 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --faults 20 --seed 1
+	$(BOUND) 900 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --mix planned --faults 15 --seed 2
 	@seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
 	echo "chaos-ci: fresh seed $$seed"; \
 	$(BOUND) 900 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --faults 5 --seed "$$seed"

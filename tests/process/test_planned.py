@@ -53,6 +53,21 @@ def test_a_rank_moves_and_nothing_differs(tmp_path: Path, rank: int) -> None:
     assert steps_logged(tmp_path) == list(range(300))
 
 
+def test_a_rank_moves_to_another_slot_of_its_node(tmp_path: Path) -> None:
+    """Leaver and target are two workers of one rank beside each other."""
+    with SmallJob(tmp_path, SCRIPT, slots=(3,), ranks_per_node=2, spares=1) as job:
+        job.wait_ready()
+        job.wait_step(1, 20)
+        keepstep(job, "taint", "n0/1", "--reason", "row remap", "--severity", "leave")
+        job.wait(lambda j: j["seats"][1]["slot"] == 2 and not j["migration"], "the move")
+        assert "row remap" in keepstep(job, "taints")
+        assert job.end()["exit_code"] == 0
+        (incident,) = job.incidents()
+    assert incident["outcome"] == "moved"
+    check_as_bare(tmp_path, SCRIPT, world=2)
+    assert steps_logged(tmp_path) == list(range(300))
+
+
 def test_a_node_with_several_ranks_is_drained_by_one_migration(tmp_path: Path) -> None:
     with SmallJob(tmp_path, SCRIPT, slots=(2, 2, 2), nodes=2, ranks_per_node=2, spares=2) as job:
         job.wait_ready(2)
