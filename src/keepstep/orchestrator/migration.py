@@ -293,7 +293,7 @@ def _taken(turn: Turn, job: Job, phase: Phase, taken: list[SeatReport]) -> None:
     """What single reports say before all are there: trouble need not wait for the others."""
     migration, _ = _the(job)
     if phase is Phase.RESUME:
-        job.begun = True
+        job.begun = migration.stepped = True
         job.step = max(job.step, *(seat.step for seat in taken))
     elif phase is Phase.VERIFY:
         assert migration.plan is not None

@@ -309,6 +309,13 @@ def recall(turn: Turn, job: Job) -> bool:
             migration.gone[rank] = "its leaver is needed"
         migration.fresh.pop(rank, None)
         migration.joined.pop(rank, None)
+    if migration.leavers and migration.stepped and migration.outcome != "fallback":
+        # Steps were made without them, and whoever made them is lost: that has to be counted.
+        migration.outcome = "fallback"
+        job.fallbacks += 1
+        turn.note(
+            "fallback: steps that were made without the leavers are lost with the others", job
+        )
     return bool(migration.leavers)
 
 

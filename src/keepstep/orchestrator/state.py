@@ -208,6 +208,8 @@ class Migration:
     """Planned: the old seats, with their workers waiting in case the new ones fail."""
     through: dict[Rank, int] = field(default_factory=dict)
     """Ranks whose workers ended in good order while others were still asked to stop."""
+    stepped: bool = False
+    """Some rank has made a step after this migration's RESUME."""
     agreed: int = -1
     """Planned: the boundary at which all ranks stop; -1: as soon as they can."""
 
