@@ -90,7 +90,7 @@ def matrix_text(cells: Sequence[Cell], struck: Sequence[Cell]) -> str:
     lines = ["coverage (kind: window count):"]
     for kind, windows in rows.items():
         counts = "  ".join(f"{window} {count}" for window, count in windows.items())
-        lines.append(f"  {kind:<24}{counts}")
+        lines.append(f"  {kind:<28}{counts}")
     hit = sum(1 for windows in rows.values() for count in windows.values() if count)
     lines.append(f"  {hit} of {sum(map(len, rows.values()))} cells hit")
     return "\n".join(lines)
