@@ -23,6 +23,7 @@ import random
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from typing import Any
 from bench import figures, record, rig
 from keepstep.cli.cluster import NodePlan
 from keepstep.errors import Permanent
-from keepstep.page import Mark
+from keepstep.page import TRAINING
 
 P50_SECONDS_MAX = 0.200
 P95_SECONDS_MAX = 0.500
@@ -84,12 +85,17 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.pause", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--kills", type=int, default=20)
+    add_options(parser)
+    return parser.parse_args()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What bench.planned takes as well."""
     parser.add_argument("--sizes", default="10,1024", help="MiB of frozen weights")
     parser.add_argument("--step-seconds", type=float, default=0.02, help="idle time in each step")
     parser.add_argument("--loader-workers", type=int, default=2)
     parser.add_argument("--bare-steps", type=int, default=BARE_STEPS)
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
 
 
 def measure(size_mb: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -148,14 +154,21 @@ def bare(size_mb: int, args: argparse.Namespace, directory: Path) -> dict[str, A
 # ---------------------------------------------------------------- the kills
 
 
-def kill_ranks(size_mb: int, args: argparse.Namespace, directory: Path) -> list[Pause]:
-    """One job, and one kill after another, each on a calm machine with warm spares."""
-    chance = random.Random(args.seed * 1_000_003 + size_mb)
+def a_job(
+    size_mb: int, args: argparse.Namespace, directory: Path
+) -> AbstractContextManager[rig.Rig]:
+    """The job that is struck: one rank per node, and nodes to spare."""
     arguments = workload_arguments(size_mb, args, steps=10_000_000)
     spec = rig.spec_of(directory, rig.WORKLOAD, arguments, world=WORLD, spares=SPARES)
     nodes = [NodePlan(name, 1) for name in rig.node_names(WORLD + SPARES)]
+    return rig.running(spec, nodes, directory)
+
+
+def kill_ranks(size_mb: int, args: argparse.Namespace, directory: Path) -> list[Pause]:
+    """One job, and one kill after another, each on a calm machine with warm spares."""
+    chance = random.Random(args.seed * 1_000_003 + size_mb)
     pauses: list[Pause] = []
-    with rig.running(spec, nodes, directory) as job:
+    with a_job(size_mb, args, directory) as job:
         for number in range(args.kills):
             job.wait_ready(SPARES, WARM_SECONDS_MAX)
             wait_calm(job)
@@ -223,8 +236,7 @@ def watch(job: rig.Rig, generation: int, struck: float) -> tuple[float, float]:
         if now - struck > INCIDENT_SECONDS_MAX:
             raise Permanent(f"no step within {INCIDENT_SECONDS_MAX:.0f} s of the kill")
         for rank, reading in job.progress():
-            training = reading.mark in (Mark.FORWARD, Mark.GRADS_READY, Mark.APPLIED)
-            if reading.generation <= generation or not training:
+            if reading.generation <= generation or reading.mark not in TRAINING:
                 continue
             begun = boundary.setdefault(rank, reading.step)
             if rank not in done and rig.finished(reading) > begun:

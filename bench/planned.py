@@ -19,13 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures, pause, record, rig
-from keepstep.cli.cluster import NodePlan
 from keepstep.errors import Permanent
-from keepstep.page import Mark
+from keepstep.page import TRAINING
 
 P50_SECONDS_MAX = 0.100
-LOOK_SECONDS = 0.001
-TRAINING = (Mark.FORWARD, Mark.GRADS_READY, Mark.APPLIED)
 
 
 def main() -> int:
@@ -46,11 +43,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.planned", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--moves", type=int, default=20, help="and as many kills")
-    parser.add_argument("--sizes", default="10,1024", help="MiB of frozen weights")
-    parser.add_argument("--step-seconds", type=float, default=0.02, help="idle time in each step")
-    parser.add_argument("--loader-workers", type=int, default=2)
-    parser.add_argument("--bare-steps", type=int, default=pause.BARE_STEPS)
-    parser.add_argument("--seed", type=int, default=1)
+    pause.add_options(parser)
     return parser.parse_args()
 
 
@@ -77,12 +70,9 @@ def in_turns(
     size_mb: int, args: argparse.Namespace, directory: Path
 ) -> tuple[list[dict[str, Any]], list[float]]:
     chance = random.Random(args.seed * 1_000_003 + size_mb)
-    arguments = pause.workload_arguments(size_mb, args, steps=10_000_000)
-    spec = rig.spec_of(directory, rig.WORKLOAD, arguments, world=pause.WORLD, spares=pause.SPARES)
-    nodes = [NodePlan(name, 1) for name in rig.node_names(pause.WORLD + pause.SPARES)]
     moves: list[dict[str, Any]] = []
     kills: list[float] = []
-    with rig.running(spec, nodes, directory) as job:
+    with pause.a_job(size_mb, args, directory) as job:
         for number in range(args.moves):
             for strike in ("move", "kill"):
                 job.wait_ready(pause.SPARES, pause.WARM_SECONDS_MAX)
@@ -135,7 +125,7 @@ def watch(job: rig.Rig, generation: int, asked: float) -> tuple[float, float]:
                 begun = boundary.setdefault(rank, reading.step)
                 if rank not in done and rig.finished(reading) > begun:
                     done[rank] = now
-        time.sleep(LOOK_SECONDS)
+        time.sleep(pause.LOOK_SECONDS)
     return stopped, max(done.values())
 
 

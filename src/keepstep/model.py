@@ -22,6 +22,10 @@ EXIT_REQUEUE = 75
 """What a job ends with after a just-in-time checkpoint: run it again and it goes on there."""
 
 
+TAINT_SECONDS = 24 * 3600.0
+"""How long a taint lasts unless told otherwise: enough for somebody to look at the device."""
+
+
 class Phase(StrEnum):
     """The stages of a migration, in the order of the happy path."""
 

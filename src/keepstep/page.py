@@ -48,6 +48,10 @@ class Mark(IntEnum):
     FINISHED = 5
 
 
+TRAINING = (Mark.FORWARD, Mark.GRADS_READY, Mark.APPLIED)
+"""In a step, or between two."""
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """One reading of a page."""

@@ -19,7 +19,7 @@ from keepstep.agent.tee import Tee
 from keepstep.agent.workers import Worker, Workers, open_page
 from keepstep.detect import hang, process
 from keepstep.model import Generation, JobId, Rank
-from keepstep.page import Mark, Progress
+from keepstep.page import TRAINING, Progress
 
 PROBE_SECONDS = 0.5
 """Deaths are seen at once, by their pidfd; a hang is judged over seconds, and the look that finds
@@ -29,9 +29,6 @@ TEE_SECONDS = 0.25
 LOOK_SECONDS_MIN = 0.02
 HEARTBEAT_SECONDS = 0.5
 STALLED_AGAIN_SECONDS = 0.5
-
-
-_TRAINING = (Mark.FORWARD, Mark.GRADS_READY, Mark.APPLIED)
 
 
 @dataclass(slots=True)
@@ -112,7 +109,7 @@ class Probes:
                     # A page that is no page: whoever wrote it is not to be judged by it.
                     continue
                 # A rank that moves within this node has two workers: the one that trains counts.
-                if record.rank not in of_job or reading.mark in _TRAINING:
+                if record.rank not in of_job or reading.mark in TRAINING:
                     of_job[record.rank] = reading
                     self._counted[record.job, record.rank] = record.incarnation
         return readings

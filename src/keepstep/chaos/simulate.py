@@ -24,7 +24,7 @@ from keepstep.chaos.simulated import Agent, state_at
 from keepstep.chaos.simulated_faults import JOB, Faults
 from keepstep.chaos.simulated_group import Group
 from keepstep.model import JobSpec, JobState, NodeId, Policy, Rank, Term
-from keepstep.orchestrator import brain, events, nodes, planned, state
+from keepstep.orchestrator import brain, events, nodes, seating, state
 from keepstep.orchestrator.liveness import Witness
 from keepstep.wire import Hello, JobPulse, Message, Order, Published
 
@@ -305,7 +305,7 @@ class Simulation(Faults):
                     raise Violation(f"slot of {seat} belongs to {user}")
         for standby in job.standbys.values():
             owners[(standby.node, standby.slot)] += 1
-        for seat in planned.waiting(job):
+        for seat in seating.waiting(job):
             owners[(seat.node, seat.slot)] += 1
             user = self.cluster.nodes[seat.node].uses.get(seat.slot)
             if user is None or (user.rank, user.incarnation) != (seat.rank, seat.incarnation):

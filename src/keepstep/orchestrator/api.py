@@ -32,7 +32,7 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.errors import KeepstepError, WireError
-from keepstep.model import JobId, JobSpec, NodeId, Rank, Severity
+from keepstep.model import TAINT_SECONDS, JobId, JobSpec, NodeId, Rank, Severity
 from keepstep.orchestrator import events, planned, state, view
 from keepstep.orchestrator.http import (
     BadRequest,
@@ -49,7 +49,6 @@ from keepstep.orchestrator.run import Orchestrator
 PROTOCOL = "keepstep-stream"
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A job's name becomes part of paths and of URLs."""
-TAINT_SECONDS = 24 * 3600.0
 TAINT_SECONDS_MAX = 365 * 24 * 3600.0
 REASON_CHARS_MAX = 500
 
@@ -185,19 +184,17 @@ class Api:
             raise BadRequest(409, why, "nothing was changed")
         asked = tuple(Rank(rank) for rank in sorted(set(ranks)))
         why = body.get("why") or "an operator asked for it"
-        key = request.headers.get("idempotency-key", "")
-        event = events.MigrateAsked(JobId(name), asked, why, NodeId(to), key)
-        return await self._follow(event, dry=body.get("dry_run", False))
+        event = events.MigrateAsked(JobId(name), asked, why, NodeId(to), _key(request))
+        return await self._follow(event, body)
 
     async def _drain(self, request: Request, name: str, verb: str) -> Reply:
         self._known_node(name)
         body = _fields(request, {"why": str, "dry_run": bool})
-        key = request.headers.get("idempotency-key", "")
-        event: events.Event = events.UndrainAsked(NodeId(name), key)
+        event: events.Event = events.UndrainAsked(NodeId(name), _key(request))
         if verb == "drain":
             why = body.get("why") or "an operator asked for it"
-            event = events.DrainAsked(NodeId(name), why, key)
-        return await self._follow(event, dry=body.get("dry_run", False))
+            event = events.DrainAsked(NodeId(name), why, _key(request))
+        return await self._follow(event, body)
 
     async def _taint(self, request: Request) -> Reply:
         kinds = {"node": str, "slot": int, "severity": str, "reason": str, "source": str}
@@ -221,15 +218,15 @@ class Api:
             slot,
             body.get("source") or "operator",
             seconds,
-            request.headers.get("idempotency-key", ""),
+            _key(request),
         )
-        return await self._follow(event, dry=body.get("dry_run", False))
+        return await self._follow(event, body)
 
     async def _untaint(self, request: Request) -> Reply:
         body = _fields(request, {"node": str, "slot": int, "dry_run": bool})
         node, slot = self._place(body)
-        event = events.UntaintAsked(node, slot, request.headers.get("idempotency-key", ""))
-        return await self._follow(event, dry=body.get("dry_run", False))
+        event = events.UntaintAsked(node, slot, _key(request))
+        return await self._follow(event, body)
 
     def _place(self, body: Mapping[str, Any]) -> tuple[NodeId, int]:
         node, slot = NodeId(body.get("node", "")), body.get("slot", -1)
@@ -239,7 +236,9 @@ class Api:
             raise BadRequest(404, f"{node} has no slot {slot}", f"its slots are 0 to {slots - 1}")
         return node, slot
 
-    async def _follow(self, event: events.Event, *, dry: bool) -> Reply:
+    async def _follow(self, event: events.Event, body: Mapping[str, Any]) -> Reply:
+        """Do it, or with `dry_run` only say what would be done."""
+        dry = body.get("dry_run", False)
         if dry:
             decision = self._orchestrator.consider(event)
         else:
@@ -270,6 +269,10 @@ class Api:
     async def _export(self, job: str) -> AsyncIterator[bytes]:
         for line in json_lines(self._journal.export(job)):
             yield line.encode()
+
+
+def _key(request: Request) -> str:
+    return request.headers.get("idempotency-key", "")
 
 
 def _fields(request: Request, kinds: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:

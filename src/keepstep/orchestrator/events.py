@@ -11,7 +11,7 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.errors import WireError
-from keepstep.model import JobId, JobSpec, NodeId, Rank, Severity, Term
+from keepstep.model import TAINT_SECONDS, JobId, JobSpec, NodeId, Rank, Severity, Term
 from keepstep.wire import Hello, Observed, PhaseReport, Publish, Stalled, StandbyReport
 
 
@@ -70,7 +70,7 @@ class TaintAsked:
     severity: Severity = Severity.AVOID
     slot: int = -1
     source: str = "operator"
-    seconds: float = 24 * 3600.0
+    seconds: float = TAINT_SECONDS
     request: str = ""
 
 

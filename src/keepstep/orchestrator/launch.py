@@ -119,7 +119,7 @@ def fall_back(turn: Turn, job: Job, why: str, outcome: str = "fallback") -> None
         return
     living = {s.rank: s.incarnation for s in now.seats if s.rank not in migration.gone}
     orders.fence(turn, job, living)
-    seating.dismiss(turn, job, (*migration.coming.values(), *migration.leavers.values()))
+    seating.dismiss(turn, job, seating.waiting(job))
     migration.coming, migration.leavers = {}, {}
     migration.fences, migration.fresh, migration.joined = {}, {}, {}
     migration.excluded, migration.attempts, migration.plan = {}, 0, None

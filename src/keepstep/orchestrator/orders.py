@@ -91,15 +91,19 @@ def _tell_warm(turn: Turn, job: Job, migration: Migration, only: NodeId | None) 
 def fence(turn: Turn, job: Job, incarnations: dict[Rank, int], only: NodeId | None = None) -> None:
     """Kill these workers, each where its seat is."""
     assert job.roster is not None
+    seats = [job.roster.seats[rank] for rank in sorted(incarnations)]
+    fence_seats(turn, job, "fence", [s for s in seats if only is None or s.node == only])
+
+
+def fence_seats(turn: Turn, job: Job, verb: str, seats: Iterable[Seat]) -> None:
+    """One order per node; a node that is lost cannot be told."""
     by_node: dict[NodeId, list[Seat]] = {}
-    for rank in sorted(incarnations):
-        seat = job.roster.seats[rank]
-        if only is None or seat.node == only:
-            by_node.setdefault(seat.node, []).append(seat)
-    for node, seats in by_node.items():
+    for seat in seats:
+        by_node.setdefault(seat.node, []).append(seat)
+    for node, there in by_node.items():
         if turn.cluster.nodes[node].alive:
-            name = f"fence/{node}/{seats[0].rank}.{seats[0].incarnation}"
-            turn.order(job, name, (node,), Fence(tuple(seats)))
+            name = f"{verb}/{node}/{there[0].rank}.{there[0].incarnation}"
+            turn.order(job, name, (node,), Fence(tuple(there)))
 
 
 def _tell_quiesce(turn: Turn, job: Job, migration: Migration, only: NodeId | None) -> None:

@@ -335,8 +335,9 @@ def ended(turn: Turn, job: Job, event: Observed) -> bool:
     migration = job.migration
     if migration is None:
         return False
-    for seat in (migration.coming.get(event.rank), migration.leavers.get(event.rank)):
-        if seat and (seat.node, seat.incarnation) == (event.node, event.incarnation):
+    ends = (event.rank, event.node, event.incarnation)
+    for seat in seating.waiting(job):
+        if (seat.rank, seat.node, seat.incarnation) == ends:
             if event.sign is Sign.FINISHED:
                 migration.through[event.rank] = event.incarnation
             lose(turn, job, seat, event.detail or f"it ended with {event.exit_code}")
@@ -395,14 +396,8 @@ def avoid(turn: Turn, job: Job, node: NodeId, slot: int = -1) -> None:
 
 def waits_here(job: Job, user: Occupant) -> Seat | None:
     """The target or leaver that a slot's occupant is, if it is one."""
-    migration = job.migration
-    if migration is None:
-        return None
-    for seats in (migration.coming, migration.leavers):
-        seat = seats.get(user.rank)
-        if seat is not None and seat.incarnation == user.incarnation:
-            return seat
-    return None
+    mine = (user.rank, user.incarnation)
+    return next((s for s in seating.waiting(job) if (s.rank, s.incarnation) == mine), None)
 
 
 def untold(job: Job, seat: Seat) -> bool:
@@ -414,11 +409,3 @@ def untold(job: Job, seat: Seat) -> bool:
         and migration.coming.get(seat.rank) == seat
         and seat.rank not in migration.reports
     )
-
-
-def waiting(job: Job) -> tuple[Seat, ...]:
-    """Workers without a seat of the roster: targets that warm up, and leavers."""
-    migration = job.migration
-    if migration is None:
-        return ()
-    return (*migration.coming.values(), *migration.leavers.values())

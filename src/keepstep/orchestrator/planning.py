@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 
-from keepstep.model import Rank
+from keepstep.model import TAINT_SECONDS, Rank
 from keepstep.orchestrator import roster
 from keepstep.orchestrator.state import Job, Migration, Plan, Taint, slot_key
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import SeatReport
-
-TAINT_SECONDS = 24 * 3600.0
-"""Long enough for somebody to look at the device."""
 
 
 def too_early(job: Job, migration: Migration) -> str:
@@ -55,8 +52,7 @@ def taint(turn: Turn, job: Job, rank: Rank, why: str) -> None:
     assert now is not None
     seat = now.seats[rank]
     until = turn.now + TAINT_SECONDS
-    place = slot_key(seat.node, seat.slot)
-    turn.cluster.taints[place] = Taint(why, turn.now, until)
+    turn.cluster.taints[slot_key(seat.node, seat.slot)] = Taint(why, turn.now, until)
     turn.note(f"{why}: it receives, and {seat.node} slot {seat.slot} is tainted", job)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from keepstep.model import JobState, NodeId, Rank, Seat
-from keepstep.orchestrator import spares
+from keepstep.model import JobState, Rank, Seat
+from keepstep.orchestrator import orders, spares
 from keepstep.orchestrator.state import Job, Migration, Occupant, next_incarnation
 from keepstep.orchestrator.turn import Turn
-from keepstep.wire import Fence
 
 
 def seat_joiners(turn: Turn, job: Job, seats: list[Seat]) -> list[str]:
@@ -88,10 +87,7 @@ def write_off_fences(turn: Turn, job: Job) -> None:
     assert now is not None
     for rank in sorted(migration.fences):
         seat = now.seats[rank]
-        uses = turn.cluster.nodes[seat.node].uses
-        user = Occupant(job.spec.job, rank, seat.incarnation)
-        if uses.get(seat.slot) == user:
-            uses[seat.slot] = replace(user, fenced=True)
+        _keep_until_dead(turn, job, seat)
         del migration.fences[rank]
         migration.fresh.pop(rank, None)
         migration.gone[rank] = "fenced without an answer"
@@ -100,19 +96,27 @@ def write_off_fences(turn: Turn, job: Job) -> None:
 
 def dismiss(turn: Turn, job: Job, seats: Iterable[Seat]) -> None:
     """End workers that hold no seat: their slots are free once they are dead."""
-    by_node: dict[NodeId, list[Seat]] = {}
-    for seat in seats:
-        node = turn.cluster.nodes[seat.node]
-        if not node.alive:
-            continue
-        user = Occupant(job.spec.job, seat.rank, seat.incarnation, fenced=True)
-        if node.uses.get(seat.slot) == replace(user, fenced=False):
-            node.uses[seat.slot] = user
-        by_node.setdefault(seat.node, []).append(seat)
-    for name, gone in by_node.items():
-        order = f"dismiss/{name}/{gone[0].rank}.{gone[0].incarnation}"
-        turn.order(job, order, (name,), Fence(tuple(gone)))
+    there = [seat for seat in seats if turn.cluster.nodes[seat.node].alive]
+    for seat in there:
+        _keep_until_dead(turn, job, seat)
         turn.touched = True
+    orders.fence_seats(turn, job, "dismiss", there)
+
+
+def _keep_until_dead(turn: Turn, job: Job, seat: Seat) -> None:
+    """The slot stays taken, by somebody who is as good as dead, until the death is seen."""
+    uses = turn.cluster.nodes[seat.node].uses
+    user = Occupant(job.spec.job, seat.rank, seat.incarnation)
+    if uses.get(seat.slot) == user:
+        uses[seat.slot] = replace(user, fenced=True)
+
+
+def waiting(job: Job) -> tuple[Seat, ...]:
+    """Workers without a seat of the roster: targets that warm up, and leavers."""
+    migration = job.migration
+    if migration is None:
+        return ()
+    return (*migration.coming.values(), *migration.leavers.values())
 
 
 def forget_finished(job: Job, migration: Migration) -> None:

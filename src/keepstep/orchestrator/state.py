@@ -320,6 +320,7 @@ class Cluster:
     doubtful: dict[NodeId, float] = field(default_factory=dict)
     """Living nodes whose stream is closed or whose heartbeats stopped, and since when."""
     drained: tuple[NodeId, ...] = ()
+    """Nodes with a reason in NodeState.drained: a tick must not look at all nodes."""
     jobs: dict[JobId, Job] = field(default_factory=dict)
     open_jobs: tuple[JobId, ...] = ()
     taints: dict[str, Taint] = field(default_factory=dict)

@@ -30,7 +30,7 @@ def drain(turn: Turn, node: NodeId, why: str) -> None:
         state.drained = why
         turn.cluster.drained = (*turn.cluster.drained, node)
         turn.note(f"node {node} is drained: {why}")
-    _clear_out(turn, state, -1, f"{node} is drained: {state.drained}", Severity.LEAVE)
+    _clear_out(turn, state, -1, _drain_why(state), Severity.LEAVE)
     if not turn.touched:
         turn.ignore(f"node {node} is drained already")
 
@@ -40,11 +40,15 @@ def undrain(turn: Turn, node: NodeId) -> None:
     if state is None or not state.drained:
         turn.ignore(f"node {node} is not drained")
         return
-    why = f"{node} is drained: {state.drained}"
+    why = _drain_why(state)
     state.drained = ""
     turn.cluster.drained = tuple(n for n in turn.cluster.drained if n != node)
     turn.note(f"node {node} may be used again")
     _withdraw(turn, why)
+
+
+def _drain_why(state: NodeState) -> str:
+    return f"{state.node} is drained: {state.drained}"
 
 
 # ---------------------------------------------------------------- taints
@@ -94,8 +98,7 @@ def tick(turn: Turn) -> None:
     for node in turn.cluster.drained:
         state = turn.cluster.nodes[node]
         if state.uses:
-            why = f"{node} is drained: {state.drained}"
-            _clear_out(turn, state, -1, why, Severity.LEAVE, again=True)
+            _clear_out(turn, state, -1, _drain_why(state), Severity.LEAVE, again=True)
     for place, taint in sorted(turn.cluster.taints.items()):
         name, _, slot = place.partition("/")
         there = turn.cluster.nodes.get(NodeId(name))
