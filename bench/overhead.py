@@ -12,7 +12,9 @@ Whoever is not at turn is stopped (SIGSTOP), with everything that belongs to it:
 orchestrator, preload servers and standby run in Keepstep's blocks only. A round's two blocks per
 arm are summed; the figure is the ratio of the sums over all quiet rounds. A round in which others
 (the machine's host, another process) took more than a little of it is made again; what they took
-is all that decides it. The run is invalid (exit 2) when the control is off by more than 0.5%, when
+is all that decides it. Beside it stands the ratio of processor time: what each arm's processes used
+for the same steps, which a host that takes the processor away for a while hardly changes. The run
+is invalid (exit 2) when the control is off by more than 0.5%, when
 Keepstep saw an incident, or when the time was over before there were enough quiet rounds.
 """
 
@@ -81,8 +83,15 @@ class Arm:
         seconds = float(max(s[-1] for s in stamps) - max(s[0] for s in stamps)) / 1e9
         first = stamps[0]
         micros = [(b - a) // 1000 for a, b in itertools.pairwise(first)]
-        taken = quiet.others(before, quiet.look(self.pids))
-        self.blocks.append({"seconds": seconds, "others": round(taken, 4), "rank0_step_us": micros})
+        after = quiet.look(self.pids)
+        self.blocks.append(
+            {
+                "seconds": seconds,
+                "processor": round(after.own - before.own, 4),
+                "others": round(quiet.others(before, after), 4),
+                "rank0_step_us": micros,
+            }
+        )
         return seconds
 
 
@@ -144,11 +153,20 @@ def measure(world: int, args: argparse.Namespace) -> dict[str, Any]:
     bare = [r["bare"] for r in rounds]
     overhead = figures.ratio_of_sums([r["keepstep"] for r in rounds], bare, args.seed)
     control = figures.ratio_of_sums([r["control"] for r in rounds], bare, args.seed)
+    # Every round counts here, disturbed or not: nothing is chosen.
+    all_rounds = [r for s in segments for r in s["rounds"]]
+    used_bare = [r["bare_processor"] for r in all_rounds]
+    used, used_control = (
+        figures.ratio_of_sums([r[f"{arm}_processor"] for r in all_rounds], used_bare, args.seed)
+        for arm in ("keepstep", "control")
+    )
     return {
         "steps_per_arm": int(sum(r["steps"] for r in rounds)),
         "rounds_disturbed": sum(len(s["rounds"]) for s in segments) - len(rounds),
         "ratio": [overhead.value, overhead.upper, overhead.low, overhead.high],
         "control": [control.value, control.upper, control.low, control.high],
+        "processor": [used.value, used.upper, used.low, used.high],
+        "processor_control": [used_control.value, used_control.low, used_control.high],
         "alarms": [alarm for s in segments for alarm in s["alarms"]],
         "segments": segments,
     }
@@ -195,10 +213,11 @@ def one_round(arms: Sequence[Arm], block: int, number: int) -> dict[str, float]:
     """There and back. The two bare jobs change places from round to round."""
     bare, protected, control = arms
     outer, inner = (bare, control) if number % 2 == 0 else (control, bare)
-    sums = dict.fromkeys((arm.name for arm in arms), 0.0)
+    sums = {name: 0.0 for arm in arms for name in (arm.name, f"{arm.name}_processor")}
     taken = 0.0
     for arm in (outer, protected, inner, inner, protected, outer):
         sums[arm.name] += arm.run(block)
+        sums[f"{arm.name}_processor"] += arm.blocks[-1]["processor"]
         taken = max(taken, arm.blocks[-1]["others"])
     return {**sums, "steps": 2.0 * block, "others": taken}
 
@@ -333,6 +352,12 @@ def conclude(results: dict[str, Any], quick: bool) -> int:
             f"{world} ranks: {run['steps_per_arm']} steps per arm, ratio {value:.4f} "
             f"[{low:.4f}, {high:.4f}], control {control:.4f}; "
             f"{run['rounds_disturbed']} rounds were disturbed by others and do not count"
+        )
+        used, used_upper, used_low, used_high = run["processor"]
+        print(
+            f"{world} ranks: processor time of the same steps, all rounds: ratio {used:.4f} "
+            f"[{used_low:.4f}, {used_high:.4f}], upper 95% {used_upper:.4f}, "
+            f"control {run['processor_control'][0]:.4f}"
         )
         for alarm in run["alarms"]:
             print(f"{world} ranks: FALSE ALARM: {alarm}")
