@@ -74,6 +74,25 @@ class Severity(StrEnum):
     """Who is there moves now: the place is about to fail."""
 
 
+class Unit(StrEnum):
+    """What is replaced as a whole when one rank of it fails."""
+
+    DEVICE = "device"
+    NODE = "node"
+    DOMAIN = "domain"
+
+
+class SameDomain(StrEnum):
+    """Whether a rank's new place has to be in the NVLink domain of the old one."""
+
+    REQUIRE = "require"
+    """Only there; survivors hold until it has room."""
+    PREFER = "prefer"
+    """There if it has room, else anywhere."""
+    SWAP_WHOLE = "swap_whole"
+    """There if it has room, else all ranks of the domain move to another one together."""
+
+
 class JobState(StrEnum):
     """Where a job is in its life."""
 
@@ -120,6 +139,24 @@ class Policy:
     """How many sources are tried before state counts as lost."""
     recoveries_max: int = 16
     """Generations one incident may burn: a recovery that never ends is a fault of its own."""
+    leave_within_seconds: float = 600.0
+    """A rank that shall leave waits for the others that shall leave too, but no longer than this:
+    then it goes alone."""
+    unit: Unit = Unit.DEVICE
+    """What is replaced as a whole: a device, a node with all its ranks, an NVLink domain."""
+    same_domain: SameDomain = SameDomain.PREFER
+    """Whether a rank stays in its NVLink domain (node label `nvlink_domain`)."""
+    lend: bool = True
+    """Whether this job may be parked so that one of higher priority gets its devices."""
+    lend_seconds_max: float = 86_400.0
+    """How long it stays parked at most: then the borrower is parked, and it goes on."""
+    borrow: bool = True
+    """Whether jobs of lower priority may be parked when this one finds no other spare."""
+    move_home: bool = False
+    """Whether ranks go back to the node they started on, once it is well again."""
+    home_clean_seconds: float = 1800.0
+    """A node must be without a fault for this long before ranks go home to it; doubled with each
+    relapse, up to a day."""
 
 
 @dataclass(frozen=True, slots=True)
