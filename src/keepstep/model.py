@@ -101,6 +101,8 @@ class JobState(StrEnum):
     RUNNING = "running"
     MIGRATING = "migrating"
     HELD = "held"
+    PARKED = "parked"
+    """Its boundary is saved and its devices serve another job; it goes on when there is room."""
     FINISHED = "finished"
     SAVED = "saved"
     FAILED = "failed"

@@ -11,6 +11,8 @@ tests with KEEPSTEP_REWRITE=1 to write what it says now, and review the diff.
 
 from __future__ import annotations
 
+from typing import get_type_hints
+
 from keepstep import wire
 from keepstep.model import (
     Generation,
@@ -24,7 +26,7 @@ from keepstep.model import (
     Sign,
     Term,
 )
-from keepstep.orchestrator import brain, events, state
+from keepstep.orchestrator import brain, events, placing, state
 
 JOB = JobId("train")
 
@@ -35,24 +37,31 @@ class Player:
     def __init__(self) -> None:
         self.cluster = state.new_cluster("transcript")
         self.now = 0.0
+        self.focus = JOB
+        """The job that commands speak of, unless they say `job=NAME`."""
         self.journal: list[tuple[events.Event, float]] = []
 
     def play(self, command: str) -> list[str]:
         verb, *words = command.split()
         options = dict(word.split("=", 1) for word in words if "=" in word)
         plain = [word for word in words if "=" not in word]
+        self.focus = JobId(options.pop("job", JOB))
         return getattr(self, f"do_{verb}")(plain, options)
 
     # ------------------------------------------------------------ commands
 
     def do_submit(self, plain, options):
-        policy = Policy(hold_seconds_max=float(options.get("hold", 60)))
+        """submit nodes=2 ranks=2 spares=1 priority=5 hold=60 unit=node lend_seconds_max=100"""
+        known = get_type_hints(Policy)
+        told = {name: known[name](text) for name, text in options.items() if name in known}
+        policy = Policy(**{"hold_seconds_max": float(options.get("hold", 60)), **told})
         spec = JobSpec(
-            JOB,
+            self.focus,
             "train.py",
             nodes=int(options["nodes"]),
             ranks_per_node=int(options.get("ranks", 1)),
             spares=int(options.get("spares", 0)),
+            priority=int(options.get("priority", 0)),
             policy=policy,
         )
         return self.feed(events.Submitted(spec))
@@ -66,11 +75,15 @@ class Player:
             generation, _, slot = rest.partition(":")
             workers.append(
                 wire.WorkerFact(
-                    JOB, Rank(int(rank)), int(slot), int(incarnation), Generation(int(generation))
+                    self.focus,
+                    Rank(int(rank)),
+                    int(slot),
+                    int(incarnation),
+                    Generation(int(generation)),
                 )
             )
         standbys = [
-            wire.StandbyFact(JOB, int(slot), 1, True)
+            wire.StandbyFact(self.focus, int(slot), 1, True)
             for slot in filter(None, options.get("standbys", "").split(","))
         ]
         node = NodeId(plain[0])
@@ -84,12 +97,15 @@ class Player:
                 boot=options.get("boot", "b1"),
                 workers=tuple(workers),
                 standbys=tuple(standbys),
+                labels={k: v for k, v in options.items() if k in placing.LABELS},
             )
         )
 
     def do_standby(self, plain, options):
         node, slot, what = plain
-        return self.feed(wire.StandbyReport(NodeId(node), JOB, int(slot), 1, what == "ready"))
+        return self.feed(
+            wire.StandbyReport(NodeId(node), self.focus, int(slot), 1, what == "ready")
+        )
 
     def do_exit(self, plain, options):
         return self._observed(plain[0], Sign.EXIT, options)
@@ -107,7 +123,7 @@ class Player:
         return self._observed(plain[0], Sign.BROKEN, {"detail": "connection-reset", **options})
 
     def do_store_lost(self, plain, options):
-        return self.feed(wire.Observed(NodeId(plain[0]), JOB, Sign.STORE_LOST))
+        return self.feed(wire.Observed(NodeId(plain[0]), self.focus, Sign.STORE_LOST))
 
     def do_stalled(self, plain, options):
         """stalled 0:10 1:9 2:9! : collectives launched per rank; ! means stopped."""
@@ -118,7 +134,9 @@ class Player:
             fact = wire.StallFact(
                 seat.rank, seat.incarnation, 7, int(launched.rstrip("!")), launched.endswith("!")
             )
-            said += self.feed(wire.Stalled(seat.node, JOB, self.job.generation, (fact,), 4.0))
+            said += self.feed(
+                wire.Stalled(seat.node, self.focus, self.job.generation, (fact,), 4.0)
+            )
         return said
 
     def do_report(self, plain, options):
@@ -135,7 +153,7 @@ class Player:
             if gone or seat.rank in skipped or (chosen and seat.rank not in chosen):
                 continue
             report = self._seat_report(phase, seat.rank, at, options)
-            said += self.feed(wire.PhaseReport(seat.node, JOB, generation, phase, (report,)))
+            said += self.feed(wire.PhaseReport(seat.node, self.focus, generation, phase, (report,)))
         return said
 
     def _seat_report(self, phase, rank, at, options):
@@ -155,9 +173,11 @@ class Player:
 
     def do_migrate(self, plain, options):
         """migrate 1 2 to=n3 request=r1"""
-        ranks = tuple(Rank(int(word)) for word in plain)
+        ranks = tuple(Rank(int(word)) for word in plain if word != "home")
         to, request = NodeId(options.get("to", "")), options.get("request", "")
-        return self.feed(events.MigrateAsked(JOB, ranks, "asked", to, request))
+        return self.feed(
+            events.MigrateAsked(self.focus, ranks, "asked", to, "home" in plain, request)
+        )
 
     def do_drain(self, plain, options):
         return self.feed(events.DrainAsked(NodeId(plain[0]), "patches"))
@@ -188,7 +208,7 @@ class Player:
             seat = self.job.migration.coming[int(word)]
             ready = wire.SeatReport(seat.rank, problem=options.get("problem", "").replace("_", " "))
             said += self.feed(
-                wire.PhaseReport(seat.node, JOB, self.job.promised, Phase.QUIESCE, (ready,))
+                wire.PhaseReport(seat.node, self.focus, self.job.promised, Phase.QUIESCE, (ready,))
             )
         return said
 
@@ -201,7 +221,7 @@ class Player:
                 seat.rank, at, step_seconds=float(options.get("seconds", 1.0)), unsettled=at < 2
             )
             said += self.feed(
-                wire.PhaseReport(seat.node, JOB, self.job.promised, Phase.AGREE, (where,))
+                wire.PhaseReport(seat.node, self.focus, self.job.promised, Phase.AGREE, (where,))
             )
         return said
 
@@ -220,14 +240,14 @@ class Player:
         return self.feed(events.Tick())
 
     def do_stop(self, plain, options):
-        return self.feed(events.StopAsked(JOB, "SIGTERM", save="save" in plain))
+        return self.feed(events.StopAsked(self.focus, "SIGTERM", save="save" in plain))
 
     def do_publish(self, plain, options):
         generation = Generation(int(options.get("g", self.job.generation)))
         rank, step = Rank(int(plain[0])), int(options["step"])
         node = NodeId(options.get("node", self._seat(plain[0]).node))
         return self.feed(
-            wire.Publish(node, JOB, generation, rank, step, f"ckpt-{step}", f"r{step}")
+            wire.Publish(node, self.focus, generation, rank, step, f"ckpt-{step}", f"r{step}")
         )
 
     def do_restart(self, plain, options):
@@ -244,7 +264,7 @@ class Player:
 
     @property
     def job(self):
-        return self.cluster.jobs[JOB]
+        return self.cluster.jobs[self.focus]
 
     def _seat(self, rank):
         return self.job.roster.seats[int(rank)]
@@ -255,7 +275,7 @@ class Player:
         return self.feed(
             wire.Observed(
                 NodeId(options.get("node", seat.node)),
-                JOB,
+                self.focus,
                 sign,
                 seat.rank,
                 int(options.get("incarnation", seat.incarnation)),
@@ -283,7 +303,7 @@ class Player:
         return said
 
     def standing(self) -> str:
-        job = self.cluster.jobs.get(JOB)
+        job = self.cluster.jobs.get(self.focus)
         if job is None:
             return "no job"
         phase = f" {job.migration.phase}" if job.migration else ""

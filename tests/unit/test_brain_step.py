@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from keepstep import wire
 from keepstep.errors import WireError
 from keepstep.model import Generation, JobId, JobSpec, JobState, NodeId, Phase, Rank, Sign, Term
-from keepstep.orchestrator import brain, events, policy, spares, state, view
+from keepstep.orchestrator import brain, events, placing, policy, state, view
 from keepstep.orchestrator.state import Cause, Death, Taint
 
 JOB = JobId("train")
@@ -116,11 +116,16 @@ def test_orders_have_unique_ids_and_the_same_ones_when_told_again():
     assert {order.term for order in again} == {9}
 
 
+def best_spare(cluster):
+    job = cluster.jobs[JOB]
+    return placing.place(placing.Search(cluster, job, 1.0), job.roster.seats[:1]).get(0)
+
+
 def test_a_tainted_device_is_never_chosen():
     cluster = running(nodes=2, spare_count=0, extra=1)
     for slot in range(2):
         cluster.taints[f"n2/{slot}"] = Taint("bad memory", 0.0, 1e9)
-    choice = spares.choose(cluster, cluster.jobs[JOB], 1.0)
+    choice = best_spare(cluster)
     assert choice is not None
     assert choice.node != "n2"
 
@@ -131,7 +136,7 @@ def test_whatever_is_tainted_the_choice_is_not(tainted):
     cluster = running(nodes=3, spare_count=0, extra=1)
     for number in tainted:
         cluster.taints[f"n{number // 2}/{number % 2}"] = Taint("bad", 0.0, 1e9)
-    choice = spares.choose(cluster, cluster.jobs[JOB], 1.0)
+    choice = best_spare(cluster)
     if choice is not None:
         assert choice.slot not in cluster.nodes[choice.node].uses
         assert choice.node[1:].isdigit()

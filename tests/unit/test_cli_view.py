@@ -36,6 +36,7 @@ def job(**more: Any) -> dict[str, Any]:
         "detail": "",
         "migration": None,
         "leaving": [],
+        "loan": None,
         "spares": {"wanted": 1, "ready": 1, "standbys": [{"node": "n2", "slot": 0, "ready": True}]},
         "seats": [seat(0, "n0", 0), seat(1, "n1", 0, incarnation=2)],
         **more,
@@ -45,7 +46,8 @@ def job(**more: Any) -> dict[str, Any]:
 def node(name: str, **more: Any) -> dict[str, Any]:
     use = {"slot": 0, "job": "train", "rank": 0, "standby": False, "fenced": False, "taint": None}
     facts = {"id": name, "alive": True, "address": "10.0.0.1", "slots": 1, "free": 0, "uses": [use]}
-    return {**facts, "drained": None, "taint": None, "empty": False, **more}
+    facts |= {"drained": None, "taint": None, "empty": False, "faults": 0, "labels": {}}
+    return {**facts, **more}
 
 
 def picture(**more: Any) -> dict[str, Any]:
@@ -167,6 +169,29 @@ def test_an_incident_is_a_story_with_reasons_and_the_pause_by_part():
     pause = lines[lines.index("the pause by part") + 1 :]
     assert [line.split()[0] for line in pause] == ["quiesce", "resume", "together"]
     assert pause[0].count("#") == 30
+
+
+def test_a_parked_job_says_to_whom_it_lends_and_the_account_has_it_all():
+    loan = {"lender": "small", "borrower": "big", "devices": 4, "needed": 1, "boundary": 70}
+    now = {**loan, "asked_at": 10.0, "began_at": 40.0, "ended_at": None}
+    over = {**loan, "asked_at": 1.0, "began_at": 2.0, "ended_at": 9.0}
+    soon = {**loan, "asked_at": 1.0, "began_at": None, "ended_at": None, "boundary": -1}
+    parked = job(id="small", state="parked", loan=now, seats=[])
+    text = "\n".join(view.status_lines(picture(jobs={"small": parked})))
+    assert "small  PARKED" in text
+    assert "parked at boundary 70 for 60 s, lends 4 devices to big" in text
+    lines = view.loan_lines(picture(loans=[over, now, soon]))
+    assert lines[1].split()[:5] == ["small", "big", "4", "1", "70"]
+    assert lines[1].endswith("7 s")
+    assert lines[2].endswith("60 s, and still parked")
+    assert lines[3].endswith("is being parked")
+    assert view.loan_lines(picture(loans=[])) == ["no loans: no job was parked for another one"]
+
+
+def test_a_nodes_faults_and_labels_are_shown():
+    nodes = {"n0": node("n0", faults=3, labels={"rack": "r1", "nvlink_domain": "d2"})}
+    _, line = view.node_lines(picture(nodes=nodes))
+    assert line.split()[5:7] == ["3", "nvlink_domain=d2,rack=r1"]
 
 
 def test_nodes_say_who_uses_them():

@@ -21,8 +21,10 @@ LOOK_SECONDS = 0.2
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     migrate = commands.add_parser("migrate", help="move a rank to a spare, live")
     migrate.add_argument("--job", default="", help="default: the only one that runs")
-    migrate.add_argument(
-        "--rank", type=int, action="append", required=True, help="may be given several times"
+    which = migrate.add_mutually_exclusive_group(required=True)
+    which.add_argument("--rank", type=int, action="append", help="may be given several times")
+    which.add_argument(
+        "--home", action="store_true", help="all ranks, back to the nodes they started on"
     )
     migrate.add_argument("--to", default="", metavar="NODE", help="default: the best spare")
     _options(migrate, run_migrate)
@@ -79,17 +81,23 @@ def run_migrate(asked: argparse.Namespace) -> int:
     job = asked.job or only_job(client.cluster())
     then = client.job(job)
     before = {seat["rank"]: seat["incarnation"] for seat in then["seats"]}
-    body: dict[str, Any] = {"ranks": asked.rank, "dry_run": asked.dry_run}
-    body |= {"why": asked.why or "keepstep migrate", "to": asked.to}
+    body: dict[str, Any] = {"why": asked.why or "keepstep migrate", "dry_run": asked.dry_run}
+    body |= {"home": True} if asked.home else {"ranks": asked.rank, "to": asked.to}
     answer = client.migrate(job, body)
+    ranks = sorted(map(int, then["away"])) if asked.home else asked.rank
+    if asked.home and not ranks:
+        return _conclude(asked, answer, None)
 
     def moved() -> str:
         found = client.job(job)
         if found["over"]:
             return f"{job} is over ({found['state']}): nothing is left to move"
         now = {seat["rank"]: seat for seat in found["seats"]}
-        wanted = [now[rank] for rank in asked.rank]
+        wanted = [now[rank] for rank in ranks]
         same = [seat for seat in wanted if seat["incarnation"] == before[seat["rank"]]]
+        if asked.home:
+            # Whoever cannot go home stays, and is not waited for.
+            same = [seat for seat in same if seat["rank"] in {w["rank"] for w in found["leaving"]}]
         if same or found["migration"] is not None:
             _tell_progress(asked, found)
             return ""

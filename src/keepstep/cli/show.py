@@ -20,6 +20,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     nodes = commands.add_parser("nodes", help="every node and who uses it")
     common_options(nodes)
     nodes.set_defaults(run=run_nodes)
+    loans = commands.add_parser("loans", help="which job lent devices to which, and for how long")
+    common_options(loans)
+    loans.set_defaults(run=run_loans)
     explain = commands.add_parser("explain", help="the story of an incident, with reasons")
     explain.add_argument("incident", nargs="?", default="", help="default: the newest")
     common_options(explain)
@@ -35,6 +38,12 @@ def run_status(asked: argparse.Namespace) -> int:
 def run_nodes(asked: argparse.Namespace) -> int:
     picture = from_environment(asked.orchestrator, asked.token_file).cluster()
     show(asked, {"nodes": picture["nodes"]}, view.node_lines(picture, painter()))
+    return 0
+
+
+def run_loans(asked: argparse.Namespace) -> int:
+    picture = from_environment(asked.orchestrator, asked.token_file).cluster()
+    show(asked, {"loans": picture["loans"]}, view.loan_lines(picture, painter()))
     return 0
 
 

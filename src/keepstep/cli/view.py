@@ -28,6 +28,7 @@ _STATE_TONES = {
     "migrating": "busy",
     "saved": "busy",
     "held": "bad",
+    "parked": "busy",
     "failed": "bad",
     "stopped": "dim",
 }
@@ -78,6 +79,10 @@ def job_lines(job: Plain, picture: Plain, paint: Painter = plain) -> list[str]:
     lines = ["  ".join(parts)]
     if job["migration"]:
         lines.append("  " + migration_line(job["migration"], picture["now"], paint))
+    if job["loan"]:
+        lines.append("  " + paint(_loan_line(job["loan"], picture["now"]), "busy"))
+    elif state == "parked":
+        lines.append(paint("  its boundary is saved; it goes on when there is room", "busy"))
     lines += [
         paint(f"  rank {wish['rank']} shall move; {wish['waits']}", "busy")
         for wish in job["leaving"]
@@ -195,13 +200,16 @@ def _cut(rows: Sequence[tuple[bool, str]]) -> list[str]:
 
 def node_lines(picture: Plain, paint: Painter = plain) -> list[str]:
     """Every node: its state, its slots, who uses them."""
-    lines = [f"{'node':<16}{'state':<12}{'address':<18}{'slots':<7}{'free':<6}uses"]
+    heads = f"{'node':<16}{'state':<12}{'address':<18}{'slots':<7}{'free':<6}{'faults':<8}"
+    lines = [f"{heads}{'labels':<24}uses"]
     for name, node in picture["nodes"].items():
         mark = _node_mark(node, name, picture)
         state = paint((mark or "ready").ljust(12), "bad" if mark else "good")
         uses = " ".join(_use(use) for use in node["uses"] if use["job"] or use["taint"])
-        numbers = f"{node['slots']:<7}{node['free']:<6}"
-        lines.append(f"{name:<16}{state}{node['address']:<18}{numbers}{uses}")
+        labels = ",".join(f"{key}={value}" for key, value in sorted(node["labels"].items()))
+        numbers = f"{node['slots']:<7}{node['free']:<6}{node['faults'] or '-':<8}"
+        place = f"{node['address']:<18}{numbers}{labels or '-':<22}  "
+        lines.append(f"{name:<16}{state}{place}{uses}".rstrip())
     return lines if len(lines) > 1 else ["no nodes; an agent joins with `keepstep run`"]
 
 
@@ -216,6 +224,33 @@ def taint_lines(picture: Plain, paint: Painter = plain) -> list[str]:
         rest = f"{left:<10}{taint['source']:<16}{taint['reason']}"
         lines.append(f"{taint['place']:<16}{severity}{rest}")
     return lines if len(lines) > 1 else ["no taints: every place may be used"]
+
+
+def loan_lines(picture: Plain, paint: Painter = plain) -> list[str]:
+    """Who lent what to whom, and for how long: newest last."""
+    heads = f"{'lender':<16}{'borrower':<16}{'devices':<9}{'needed':<8}{'boundary':<10}"
+    lines = [f"{heads}{'since':<10}for"]
+    for loan in picture["loans"]:
+        began, ended = loan["began_at"], loan["ended_at"]
+        numbers = f"{loan['devices']:<9}{loan['needed']:<8}"
+        who = f"{loan['lender']:<16}{loan['borrower']:<16}{numbers}"
+        if began is None:
+            lines.append(f"{who}{'-':<10}{'-':<10}" + paint("is being parked", "busy"))
+            continue
+        lasted = _duration((ended or picture["now"]) - began)
+        tail = lasted if ended else paint(f"{lasted}, and still parked", "busy")
+        lines.append(f"{who}{loan['boundary']:<10}{_clock(began):<10}{tail}")
+    return lines if len(lines) > 1 else ["no loans: no job was parked for another one"]
+
+
+def _loan_line(loan: Plain, now: float) -> str:
+    what = f"{loan['devices']} devices to {loan['borrower']}"
+    if loan["began_at"] is None:
+        return f"is being parked, to lend {what}"
+    return (
+        f"parked at boundary {loan['boundary']} for {_duration(now - loan['began_at'])}, lends "
+        f"{what}; goes on when there is room"
+    )
 
 
 def _duration(seconds: float) -> str:
@@ -239,7 +274,8 @@ def _use(use: Plain) -> str:
 def incident_lines(incident: Plain, paint: Painter = plain) -> list[str]:
     """The story of one incident: what was seen, what was decided and why, what the pause was."""
     outcome = str(incident["outcome"])
-    tones = {"resumed": "good", "moved": "good", "open": "busy", "abandoned": "busy"}
+    tones = {"resumed": "good", "moved": "good", "parked": "good"}
+    tones |= {"open": "busy", "abandoned": "busy"}
     tone = tones.get(outcome, "bad")
     pause = incident["pause_seconds"]
     lines = [

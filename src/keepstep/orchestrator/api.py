@@ -4,10 +4,12 @@
     GET  /v1/cluster               everything: jobs, nodes, incidents, pulses
     GET  /v1/jobs                  GET /v1/jobs/{job}            GET /v1/nodes
     GET  /v1/incidents             GET /v1/incidents/{id}
+    GET  /v1/loans                 who lent what to whom for how long
     GET  /v1/jobs/{job}/journal    the job's hash chain, one link per line
     POST /v1/jobs                  submit a JobSpec; the same one again changes nothing
     POST /v1/jobs/{job}/stop       {"save": true} writes a checkpoint of the boundary first
-    POST /v1/jobs/{job}/migrate    {"ranks": [2], "to": "n4", "why": …}: move ranks that are well
+    POST /v1/jobs/{job}/migrate    {"ranks": [2], "to": "n4", "why": …}: move ranks that are well;
+                                   {"home": true}: all go back to where they started
     POST /v1/nodes/{node}/drain    {"why": …}: nothing new comes here, and what is here moves away
     POST /v1/nodes/{node}/undrain  the node may be used again
     GET  /v1/taints                POST /v1/taints   {"node": "n3", "slot": 1, "reason": …,
@@ -114,7 +116,7 @@ class Api:
         match parts:
             case ("cluster",):
                 return json_response(picture)
-            case ("jobs" | "nodes" | "incidents" | "taints" as what,):
+            case ("jobs" | "nodes" | "incidents" | "taints" | "loans" as what,):
                 return json_response({what: picture[what]})
             case ("nodes" | "incidents" as what, name):
                 return _one(picture[what], what, name)
@@ -168,9 +170,12 @@ class Api:
 
     async def _migrate(self, request: Request, name: str) -> Reply:
         self._known_job(name)
-        body = _fields(request, {"ranks": list, "to": str, "why": str, "dry_run": bool})
-        ranks, to = body.get("ranks", []), body.get("to", "")
-        if not ranks or not all(type(rank) is int for rank in ranks):
+        kinds = {"ranks": list, "to": str, "home": bool, "why": str, "dry_run": bool}
+        body = _fields(request, kinds)
+        ranks, to, home = body.get("ranks", []), body.get("to", ""), body.get("home", False)
+        if home and (ranks or to):
+            raise BadRequest(400, "home is for all ranks", 'send {"home": true} and no more')
+        if not home and (not ranks or not all(type(rank) is int for rank in ranks)):
             raise BadRequest(400, "ranks is a list of numbers", 'send {"ranks": [2]}')
         job = self._orchestrator.cluster.jobs[JobId(name)]
         if job.roster is None or job.state.over:
@@ -184,7 +189,7 @@ class Api:
             raise BadRequest(409, why, "nothing was changed")
         asked = tuple(Rank(rank) for rank in sorted(set(ranks)))
         why = body.get("why") or "an operator asked for it"
-        event = events.MigrateAsked(JobId(name), asked, why, NodeId(to), _key(request))
+        event = events.MigrateAsked(JobId(name), asked, why, NodeId(to), home, _key(request))
         return await self._follow(event, body)
 
     async def _drain(self, request: Request, name: str, verb: str) -> Reply:

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from keepstep import sabotage
-from keepstep.model import JobId, JobState, NodeId, Phase, Rank, Sign
+from keepstep.model import EXIT_REQUEUE, JobId, JobState, NodeId, Phase, Rank, Sign
 from keepstep.orchestrator import (
+    homes,
     incidents,
     launch,
+    lending,
     migration,
     nodes,
     planned,
     policy,
+    slots,
     spares,
     taints,
 )
@@ -231,7 +234,7 @@ def _bury(turn: Turn, event: Observed) -> bool:
     for slot, user in turn.cluster.nodes[event.node].uses.items():
         mine = (user.job, user.rank, user.incarnation)
         if user.fenced and mine == (event.job, event.rank, event.incarnation):
-            spares.release(turn.cluster, event.node, slot)
+            slots.release(turn.cluster, event.node, slot)
             turn.note(
                 f"incarnation {event.incarnation} of rank {event.rank} on {event.node} is dead: "
                 f"slot {slot} is free"
@@ -249,7 +252,7 @@ def _finished(turn: Turn, job: Job, event: Observed) -> None:
     # said before about standing still is not true any more. A collective that broke for another
     # rank stays broken: that rank waits for orders.
     job.stalls, job.stalls_at = {}, -1.0
-    spares.release(turn.cluster, seat.node, seat.slot)
+    slots.release(turn.cluster, seat.node, seat.slot)
     turn.touched = True
     if len(job.finished) == len(job.roster.seats):
         launch.finish(turn, job, JobState.FINISHED, 0, f"all {len(job.finished)} ranks finished")
@@ -433,6 +436,8 @@ def _migrate_asked(turn: Turn, event: MigrateAsked) -> None:
         turn.ignore(f"{event.job} has no rank {bad[0]}: it has {len(job.roster.seats)}")
     elif why := planned.refusal(job):
         turn.ignore(why)
+    elif event.home:
+        homes.go(turn, job, event.why)
     else:
         planned.wish(turn, job, event.ranks, event.why, event.to)
         if not turn.touched:
@@ -445,6 +450,9 @@ def _stop_asked(turn: Turn, event: StopAsked) -> None:
         turn.ignore(f"stop of {event.job} ignored: it does not run")
     elif not event.save or job.state is JobState.WAITING:
         launch.finish(turn, job, JobState.STOPPED, 0, f"stopped: {event.why}")
+    elif job.state is JobState.PARKED:
+        why = f"boundary {job.published_step} is saved; run the job again to go on"
+        launch.finish(turn, job, JobState.SAVED, EXIT_REQUEUE, why)
     elif job.migration is not None and job.migration.purpose == "save":
         turn.ignore(f"{event.job} is already saving")
     else:
@@ -457,6 +465,8 @@ def _stop_asked(turn: Turn, event: StopAsked) -> None:
 def _tick(turn: Turn) -> None:
     nodes.tick(turn)
     taints.tick(turn)
+    homes.tick(turn)
+    lending.tick(turn)
     for name in turn.cluster.open_jobs:
         job = turn.cluster.jobs[name]
         if job.roster is None:
@@ -494,12 +504,18 @@ def _not_found(turn: Turn, job: Job, rank: Rank) -> None:
 
 
 def _use_room(turn: Turn) -> None:
-    """Held jobs first, then waiting ones, then standbys."""
-    for name in turn.cluster.open_jobs:
-        migration.step(turn, turn.cluster.jobs[name], migration.Room())
-    launch.start_waiting(turn)
-    for name in turn.cluster.open_jobs:
-        job = turn.cluster.jobs[name]
+    """Held jobs first, then those with ranks that shall move, then waiting ones, then standbys."""
+    jobs = [turn.cluster.jobs[name] for name in turn.cluster.open_jobs]
+    jobs.sort(key=lambda job: (-job.spec.priority, job.spec.job))
+    for job in jobs:
+        migration.step(turn, job, migration.Room())
         planned.begin(turn, job)
+        if lending.seek(turn, job):
+            migration.step(turn, job, migration.Room())
+            planned.begin(turn, job)
+    launch.start_waiting(turn)
+    for job in jobs:
+        if job.state.over:
+            continue
         if job.migration is None or job.migration.purpose == "start":
             spares.refill(turn, job)

@@ -40,6 +40,8 @@ class MigrateAsked:
     why: str
     to: NodeId = NodeId("")
     """Only there; empty: the best spare."""
+    home: bool = False
+    """All ranks that are not where they started go back there; `ranks` is empty then."""
     request: str = ""
     """The same request again changes nothing; empty: this one is nobody's repetition."""
 

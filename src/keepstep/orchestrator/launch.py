@@ -19,10 +19,11 @@ from keepstep.model import (
     Roster,
     Seat,
 )
-from keepstep.orchestrator import orders, roster, seating, spares
+from keepstep.orchestrator import orders, placing, roster, seating, slots, spares
 from keepstep.orchestrator.state import (
     CLOSED_MAX,
     JOBS_OVER_MAX,
+    LOANS_MAX,
     STORY_LINES_CLOSED_MAX,
     Incident,
     Job,
@@ -30,6 +31,7 @@ from keepstep.orchestrator.state import (
     Occupant,
     Settled,
     generation_secret,
+    natural,
     next_incarnation,
 )
 from keepstep.orchestrator.turn import Turn
@@ -41,38 +43,92 @@ def start_waiting(turn: Turn) -> None:
     waiting = [
         job
         for job in map(cluster.jobs.__getitem__, cluster.open_jobs)
-        if job.state is JobState.WAITING and job.spec.nodes <= len(cluster.free)
+        if job.state is JobState.WAITING or (job.state is JobState.PARKED and _due(turn, job))
     ]
-    for job in sorted(waiting, key=lambda j: (-j.spec.priority, j.since, j.spec.job)):
+    for job in sorted(waiting, key=lambda j: _order(turn, j)):
         seats = _place(turn, job)
         if seats is None:
             continue
         for seat in seats:
+            _make_way(turn, job, seat)
             user = Occupant(job.spec.job, seat.rank, seat.incarnation)
-            spares.occupy(cluster, seat.node, seat.slot, user)
+            slots.occupy(cluster, seat.node, seat.slot, user)
         job.migration = Migration(
             MigrationId(f"m{cluster.next()}"), "start", "start", Phase.ALLOCATE, turn.now, turn.now
         )
+        parked = job.state is JobState.PARKED
         start_cold(turn, job, seats)
+        job.homes = {seat.rank: seat.node for seat in seats}
         nodes = len({seat.node for seat in seats})
-        turn.note(f"started {len(seats)} ranks of {job.spec.job} on {nodes} nodes", job)
+        if parked:
+            _end_loan(turn, job)
+        else:
+            turn.note(f"started {len(seats)} ranks of {job.spec.job} on {nodes} nodes", job)
         spares.refill(turn, job)
+
+
+def _due(turn: Turn, job: Job) -> bool:
+    """A parked job does not take back what its borrower still waits for."""
+    if job.loan is None or lending_is_over(job, turn.now):
+        return True
+    borrower = turn.cluster.jobs.get(job.loan.borrower)
+    return borrower is None or not seating.wanting(borrower)
+
+
+def lending_is_over(job: Job, now: float) -> bool:
+    """A parked lender that has waited as long as its policy lets it."""
+    loan = job.loan
+    return loan is not None and 0 <= loan.began_at <= now - job.spec.policy.lend_seconds_max
+
+
+def _order(turn: Turn, job: Job) -> tuple[bool, int, bool, float, str]:
+    """Whose lending is over first, then the most urgent, and who was running before the new."""
+    parked = job.state is JobState.PARKED
+    over = lending_is_over(job, turn.now)
+    return (not over, -job.spec.priority, not parked, job.since, job.spec.job)
+
+
+def _make_way(turn: Turn, job: Job, seat: Seat) -> None:
+    """A standby of a lower priority may be on the slot: it ends."""
+    user = turn.cluster.nodes[seat.node].uses.get(seat.slot)
+    if user is not None:
+        owner = turn.cluster.jobs[user.job]
+        spares.drop_standby(turn, owner, seat.node, seat.slot)
+        turn.note(f"the standby of {user.job} gives way to {job.spec.job}", owner)
+
+
+def _end_loan(turn: Turn, job: Job) -> None:
+    at, away = job.published_step, turn.now - job.since
+    why = f"{job.spec.job} goes on at boundary {at}: it was parked for {away:.1f} s"
+    if job.loan is not None:
+        over = replace(job.loan, ended_at=turn.now)
+        turn.cluster.loans = (*turn.cluster.loans[-(LOANS_MAX - 1) :], over)
+        why += f", with {over.devices} devices lent to {over.borrower}"
+    job.loan = None
+    turn.note(why, job)
 
 
 def _place(turn: Turn, job: Job) -> list[Seat] | None:
     """Block placement: the i-th node holds ranks i*k to i*k+k-1."""
     seats: list[Seat] = []
     cluster, each = turn.cluster, job.spec.ranks_per_node
-    for node in cluster.free:
+    lower = spares.lower_standbys(cluster, job)
+    nodes = cluster.free
+    if lower:
+        nodes = tuple(sorted({*nodes, *(node for node, _ in lower)}, key=natural))
+    if job.spec.nodes > len(nodes):
+        return None
+    for node in nodes:
         state = cluster.nodes[node]
-        fit = state.linked and state.silent_at < 0 and state.store_good and not state.drained
-        if not fit:
+        if not slots.usable(state) or not state.store_good:
             continue
-        slots = spares.free_slots(cluster, state, turn.now)
-        if len(slots) >= each:
+        free = slots.free_slots(cluster, state, turn.now)
+        if len(free) < each:
+            free += [s for s in range(state.slots) if (node, s) in lower]
+        if len(free) >= each:
             first = len(seats)
             mine = job.first_incarnation
-            seats += [Seat(Rank(first + i), node, slots[i], mine) for i in range(each)]
+            seats += [Seat(Rank(first + i), node, free[i], mine) for i in range(each)]
         if len(seats) == job.spec.world_size:
             return seats
     return None
@@ -109,6 +165,8 @@ def fall_back(turn: Turn, job: Job, why: str, outcome: str = "fallback") -> None
         job.fallbacks += 1
     if migration.outcome != "fallback":
         migration.outcome = outcome
+    if migration.purpose == "park":
+        migration.purpose, job.loan = "recover", None
     if migration.purpose == "save":
         job.detail = f"nothing could be saved: {why}"
         finish(turn, job, JobState.SAVED, EXIT_REQUEUE, job.detail)
@@ -144,14 +202,12 @@ def relaunch(turn: Turn, job: Job) -> None:
     assert now is not None
     cluster = turn.cluster
     seats = list(now.seats)
-    for rank in sorted(migration.gone):
-        choice = spares.choose(cluster, job, turn.now)
-        if choice is None:
-            break
+    empty = [seats[rank] for rank in sorted(migration.gone)]
+    for rank, choice in placing.place(placing.Search(cluster, job, turn.now), empty).items():
         if choice.standby:
             spares.drop_standby(turn, job, choice.node, choice.slot)
         seat = Seat(rank, choice.node, choice.slot, seats[rank].incarnation)
-        spares.occupy(cluster, seat.node, seat.slot, Occupant(job.spec.job, rank, seat.incarnation))
+        slots.occupy(cluster, seat.node, seat.slot, Occupant(job.spec.job, rank, seat.incarnation))
         seats[rank] = seat
         del migration.gone[rank]
         turn.touched = True
@@ -224,6 +280,14 @@ def close_incident(turn: Turn, job: Job, outcome: str) -> None:
     job.incident = None
 
 
+def forget_run(job: Job) -> None:
+    """No worker of this job is left: nothing that was seen of them counts."""
+    job.migration = None
+    job.settled = ()
+    job.stalls, job.deaths = {}, {}
+    job.broken_at = job.stalls_at = -1.0
+
+
 def finish(turn: Turn, job: Job, state: JobState, exit_code: int, why: str) -> None:
     """The job is over: everything of it ends, and its slots are free."""
     migration = job.migration
@@ -237,10 +301,8 @@ def finish(turn: Turn, job: Job, state: JobState, exit_code: int, why: str) -> N
     job.state = state
     job.exit_code = exit_code
     job.detail = job.detail or why
-    job.migration = None
-    job.settled = ()
-    job.stalls, job.deaths = {}, {}
-    job.broken_at = -1.0
+    job.loan = None
+    forget_run(job)
     cluster = turn.cluster
     cluster.open_jobs = tuple(name for name in cluster.open_jobs if name != job.spec.job)
     over = sorted(

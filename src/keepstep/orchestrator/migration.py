@@ -17,15 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from keepstep.model import EXIT_REQUEUE, JobState, MigrationId, NodeId, Phase, Rank, Roster, Sign
+from keepstep.model import JobState, MigrationId, NodeId, Phase, Rank, Sign
 from keepstep.orchestrator import (
+    allocate,
     budgets,
     launch,
     orders,
+    placing,
     planned,
     planning,
     policy,
     roster,
+    saving,
     seating,
     spares,
 )
@@ -38,6 +41,7 @@ from keepstep.orchestrator.state import (
     Job,
     Migration,
     Settled,
+    in_migration,
 )
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import PhaseReport, SeatReport
@@ -69,19 +73,13 @@ def step(turn: Turn, job: Job, happening: Happening) -> None:
         case PhaseReport():
             _report(turn, job, happening)
         case Room():
-            _room(turn, job)
+            allocate.room(turn, job)
         case SaveAsked():
-            _save_asked(turn, job, happening)
+            saving.leave(turn, job, happening.why)
         case Tick():
             _tick(turn, job)
         case _:
             assert_never(happening)
-
-
-def _the(job: Job) -> tuple[Migration, Roster]:
-    assert job.migration is not None
-    assert job.roster is not None
-    return job.migration, job.roster
 
 
 # ---------------------------------------------------------------- a fault, at any moment
@@ -95,7 +93,7 @@ def _fault(turn: Turn, job: Job, fault: Fault) -> None:
     if job.migration is None:
         name = MigrationId(f"m{turn.cluster.next()}")
         job.migration = Migration(name, "unplanned", "recover", Phase.ALLOCATE, turn.now, turn.now)
-    migration, _ = _the(job)
+    migration, _ = in_migration(job)
     if migration.purpose == "start":
         migration.phase_at = turn.now
     if migration.purpose == "start" or migration.phase in planned.TRAINING:
@@ -115,14 +113,29 @@ def _fault(turn: Turn, job: Job, fault: Fault) -> None:
     for rank in fault.dead:
         seating.vacate(turn, job, rank, fault.why)
     for rank in fault.kill:
-        migration.fences[rank] = _the(job)[1].seats[rank].incarnation
+        migration.fences[rank] = in_migration(job)[1].seats[rank].incarnation
+    _take_along(turn, job, {*fault.dead, *fault.kill})
     _after_fault(turn, job, fault)
 
 
+def _take_along(turn: Turn, job: Job, ranks: set[Rank]) -> None:
+    """What is replaced as a whole: the rest of a rank's node, or of its domain."""
+    migration, now = in_migration(job)
+    if not ranks or migration.saves or migration.cold:
+        return
+    others = placing.companions(placing.Search(turn.cluster, job, turn.now), ranks)
+    others -= {*migration.gone, *migration.fences, *migration.leavers}
+    for rank in sorted(others):
+        migration.fences[rank] = now.seats[rank].incarnation
+    if others:
+        listed = ", ".join(map(str, sorted(others)[:8])) + (" …" if len(others) > 8 else "")
+        turn.note(f"rank {listed} moves too: a node or domain is replaced as a whole", job)
+
+
 def _after_fault(turn: Turn, job: Job, fault: Fault) -> None:
-    migration, _ = _the(job)
+    migration, _ = in_migration(job)
     worn_out = f"{migration.recoveries} recoveries did not end it"
-    often = migration.recoveries > job.spec.policy.recoveries_max and migration.purpose != "save"
+    often = migration.recoveries > job.spec.policy.recoveries_max and not migration.saves
     if often and not job.begun and migration.phase is not Phase.FALLBACK:
         # Nothing to save. Workers that all stand still can only be killed and started anew.
         launch.fall_back(turn, job, f"the first step was never made: {worn_out}", outcome="restart")
@@ -130,93 +143,20 @@ def _after_fault(turn: Turn, job: Job, fault: Fault) -> None:
         launch.fall_back(turn, job, worn_out)
     elif often and job.begun:
         # The survivors' state is whole: leaving with a checkpoint of it loses nothing.
-        _save_asked(turn, job, SaveAsked(worn_out))
+        saving.leave(turn, job, worn_out)
     elif migration.phase is Phase.FALLBACK:
         launch.relaunch(turn, job)
     elif migration.idle > policy.IDLE_REFORMS_MAX:
-        _save_asked(turn, job, SaveAsked("the same step failed again and nobody is to blame"))
+        saving.leave(turn, job, "the same step failed again and nobody is to blame")
     else:
-        _to_allocate(turn, job, fault.settle_seconds)
+        allocate.begin(turn, job, fault.settle_seconds)
 
 
 def fenced(turn: Turn, job: Job, rank: Rank) -> None:
     """A worker that we had killed is dead: its seat may be taken."""
     seating.vacate(turn, job, rank, "fenced")
     turn.note(f"rank {rank} is fenced: its worker is dead", job)
-    _allocate_if_ready(turn, job)
-
-
-# ---------------------------------------------------------------- ALLOCATE
-
-
-def _to_allocate(turn: Turn, job: Job, settle_seconds: float = 0.0) -> None:
-    migration, _ = _the(job)
-    migration.cold = False
-    migration.plan = None
-    job.state = JobState.MIGRATING
-    launch.change_phase(turn, job, Phase.ALLOCATE)
-    if settle_seconds:
-        migration.settle_until = max(migration.settle_until, turn.now + settle_seconds)
-    orders.fence(turn, job, migration.fences)
-    _allocate_if_ready(turn, job)
-
-
-def _allocate_if_ready(turn: Turn, job: Job) -> None:
-    migration, _ = _the(job)
-    waits = migration.fences or turn.now < migration.settle_until
-    if migration.phase is Phase.ALLOCATE and not waits:
-        _allocate(turn, job)
-
-
-def _allocate(turn: Turn, job: Job) -> None:
-    """Spares for the empty seats, a new generation, and everybody back to a boundary."""
-    migration, before = _the(job)
-    saving = migration.purpose == "save"
-    if saving:
-        migration.gone.update(dict.fromkeys(migration.fresh, "it never got state"))
-        migration.fresh = {}
-    planned.turn_back(turn, job)
-    if not seating.survivors(job) and planned.recall(turn, job):
-        planned.turn_back(turn, job)
-    if not seating.survivors(job):
-        planned.end_or_fall_back(turn, job, "no rank survives")
-        return
-    seats = list(_the(job)[1].seats)
-    chosen = [] if saving else seating.seat_joiners(turn, job, seats)
-    absent = {*migration.gone, *migration.fresh}
-    store = roster.store_node(seats, turn.cluster.nodes, absent, before.store_node)
-    launch.new_generation(turn, job, seats, store)
-    holding = bool(migration.gone) and not saving
-    launch.change_phase(turn, job, Phase.HOLD if holding else Phase.QUIESCE)
-    seating.hold_clock(turn, job, holding)
-    turn.note(seating.allocated_why(job, chosen, holding), job)
-    orders.tell(turn, job)
-
-
-def _room(turn: Turn, job: Job) -> None:
-    """There is room again: what was held for lack of it goes on."""
-    migration = job.migration
-    if migration is None or migration.purpose == "save":
-        return
-    if migration.phase is Phase.FALLBACK:
-        launch.relaunch(turn, job)
-    if migration.phase is not Phase.HOLD:
-        return
-    _, before = _the(job)
-    seats = list(before.seats)
-    chosen = seating.seat_joiners(turn, job, seats)
-    if not chosen:
-        return
-    # Same generation: nobody has formed a group of it yet, and the survivors wait at a boundary.
-    job.roster = roster.build(
-        before.job, before.generation, before.secret, before.store_node, seats
-    )
-    holding = bool(migration.gone)
-    if not holding:
-        launch.change_phase(turn, job, Phase.QUIESCE, keep_reports=True)
-    seating.hold_clock(turn, job, holding)
-    turn.note(seating.allocated_why(job, chosen, holding), job)
-    orders.tell(turn, job)
+    allocate.if_ready(turn, job)
 
 
 # ---------------------------------------------------------------- reports
@@ -263,7 +203,7 @@ def _report(turn: Turn, job: Job, report: PhaseReport) -> None:
 
 def _place(job: Job, rank: Rank) -> NodeId | None:
     """Where the worker is whose report counts."""
-    migration, now = _the(job)
+    migration, now = in_migration(job)
     if migration.phase is not Phase.WARM:
         return now.seats[rank].node
     return migration.coming[rank].node if rank in migration.coming else None
@@ -271,7 +211,7 @@ def _place(job: Job, rank: Rank) -> NodeId | None:
 
 def _complete(turn: Turn, job: Job) -> None:
     """If all who are waited for have reported, the next phase begins."""
-    migration, now = _the(job)
+    migration, now = in_migration(job)
     warming = migration.phase is Phase.WARM
     awaited = len(migration.coming) if warming else len(now.seats) - len(migration.gone)
     if len(migration.reports) >= awaited:
@@ -280,7 +220,7 @@ def _complete(turn: Turn, job: Job) -> None:
 
 def _progress(turn: Turn, job: Job, report: PhaseReport) -> None:
     """News on the way to VERIFY is shown, and helps to tell who hangs; the rest is late."""
-    migration, _ = _the(job)
+    migration, _ = in_migration(job)
     if migration.phase is Phase.REFORM and report.phase in (Phase.REFORM, Phase.TRANSFER):
         for seat in report.seats:
             migration.progress[seat.rank] = report.phase
@@ -291,7 +231,7 @@ def _progress(turn: Turn, job: Job, report: PhaseReport) -> None:
 
 def _taken(turn: Turn, job: Job, phase: Phase, taken: list[SeatReport]) -> None:
     """What single reports say before all are there: trouble need not wait for the others."""
-    migration, _ = _the(job)
+    migration, _ = in_migration(job)
     if phase is Phase.RESUME:
         job.begun = migration.stepped = True
         job.step = max(job.step, *(seat.step for seat in taken))
@@ -319,9 +259,9 @@ def _taken(turn: Turn, job: Job, phase: Phase, taken: list[SeatReport]) -> None:
 
 def _plan(turn: Turn, job: Job) -> None:
     """All are at a boundary: whose state counts, who sends what to whom."""
-    migration, _ = _the(job)
-    if migration.purpose == "save":
-        _save(turn, job)
+    migration, _ = in_migration(job)
+    if migration.saves:
+        saving.save(turn, job)
         return
     if migration.gone:
         return
@@ -331,7 +271,7 @@ def _plan(turn: Turn, job: Job) -> None:
         return
     verdict = roster.judge(reports)
     if verdict.problem:
-        _last_resort(turn, job, verdict.why)
+        allocate.last_resort(turn, job, verdict.why)
         return
     for rank in verdict.corrupt:
         planning.taint(turn, job, rank, f"rank {rank} held corrupt state at {verdict.boundary}")
@@ -348,7 +288,7 @@ def _plan(turn: Turn, job: Job) -> None:
 
 def _unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> None:
     """State did not arrive whole: another round without the sources that were used."""
-    migration, _ = _the(job)
+    migration, _ = in_migration(job)
     plan = migration.plan
     assert plan is not None
     worst = bad[0]
@@ -356,7 +296,7 @@ def _unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> None:
     why = f"rank {worst.rank} is not verified: {worst.problem or other}"
     orphans = [seat.rank for seat in bad if seat.problem.startswith("no private state")]
     if orphans and not planning.homes_returned(turn, job, plan, orphans):
-        _last_resort(turn, job, why)
+        allocate.last_resort(turn, job, why)
         return
     suspects = planning.suspects(plan, bad)
     if not suspects:
@@ -369,9 +309,9 @@ def _unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> None:
     if migration.attempts < job.spec.policy.transfer_attempts_max:
         barred = ", ".join(map(str, sorted(migration.excluded)[:8]))
         turn.note(f"{why}; another round, suspected as sources: {barred}", job)
-        _to_allocate(turn, job)
+        allocate.begin(turn, job)
     elif all(rank in migration.excluded for rank in plan.winners):
-        _last_resort(turn, job, f"{why}; {migration.attempts} attempts failed")
+        allocate.last_resort(turn, job, f"{why}; {migration.attempts} attempts failed")
     else:
         # Fresh sources each time and still wrong: it is the receiver.
         migration.attempts = 0
@@ -380,18 +320,8 @@ def _unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> None:
         _fault(turn, job, Fault((cause,), why, kill=(worst.rank,)))
 
 
-def _last_resort(turn: Turn, job: Job, why: str) -> None:
-    """Nobody in the roster can give whole state. Perhaps somebody can who was about to leave."""
-    if planned.recall(turn, job):
-        turn.note(f"{why}: those who were to leave are called back", job)
-        _the(job)[0].attempts = 0
-        _to_allocate(turn, job)
-    else:
-        planned.end_or_fall_back(turn, job, why)
-
-
 def _resume(turn: Turn, job: Job) -> None:
-    migration, now = _the(job)
+    migration, now = in_migration(job)
     assert migration.plan is not None
     job.settled = (Settled(now, turn.cluster.counter), *job.settled)[:SETTLED_MAX]
     launch.change_phase(turn, job, Phase.RESUME)
@@ -404,7 +334,7 @@ def _resume(turn: Turn, job: Job) -> None:
 
 
 def _done(turn: Turn, job: Job) -> None:
-    migration, now = _the(job)
+    migration, now = in_migration(job)
     launch.change_phase(turn, job, Phase.DONE)
     job.settled = (Settled(now, job.settled[0].serial),)
     job.begun, job.state, job.standby_losses = True, JobState.RUNNING, 0
@@ -420,62 +350,6 @@ def _done(turn: Turn, job: Job) -> None:
     spares.refill(turn, job)
 
 
-# ---------------------------------------------------------------- SAVE, and its end
-
-
-def _save_asked(turn: Turn, job: Job, asked: SaveAsked) -> None:
-    migration = job.migration
-    if migration is None:
-        launch.open_incident(turn, job)
-        name = MigrationId(f"m{turn.cluster.next()}")
-        migration = Migration(name, "planned", "save", Phase.ALLOCATE, turn.now, turn.now)
-        job.migration = migration
-        seating.forget_finished(job, migration)
-    turn.note(f"asked to save and leave: {asked.why}", job)
-    migration.purpose = "save"
-    if migration.phase is Phase.FALLBACK or (migration.cold and not job.begun):
-        _saved(turn, job)
-        return
-    _to_allocate(turn, job)
-
-
-def _save(turn: Turn, job: Job) -> None:
-    """All survivors are at a boundary: the lowest intact rank writes it down."""
-    migration, _ = _the(job)
-    verdict = roster.judge(migration.reports)
-    if verdict.problem:
-        _last_resort(turn, job, verdict.why)
-        return
-    plan = migration.plan = planning.save(turn, job, verdict)
-    if job.incident is not None:
-        job.incident.boundary = verdict.boundary
-    launch.change_phase(turn, job, Phase.SAVE)
-    turn.note(f"{verdict.why}; rank {plan.writer} saves boundary {plan.boundary}", job)
-    orders.tell(turn, job)
-
-
-def _saved(turn: Turn, job: Job) -> None:
-    migration, _ = _the(job)
-    plan = migration.plan
-    failed = [r for r in migration.reports.values() if r.problem] if plan is not None else []
-    if plan is not None and failed:
-        # A checkpoint is whole or nothing: any rank's trouble counts, the writer's also bars it.
-        if migration.reports[plan.writer].problem:
-            migration.excluded[plan.writer] = migration.excluded.get(plan.writer, 0) + 1
-        migration.attempts += 1
-        turn.note(f"rank {failed[0].rank} could not save: {failed[0].problem}", job)
-        if migration.attempts >= job.spec.policy.transfer_attempts_max:
-            _last_resort(turn, job, f"{migration.attempts} attempts to save failed")
-        else:
-            _to_allocate(turn, job)
-        return
-    if plan is not None:
-        # The rerun starts there, whoever places it.
-        job.published_step, job.published_path = plan.boundary, plan.path
-    at = f"boundary {plan.boundary} is saved" if plan else "there was nothing to save"
-    launch.finish(turn, job, JobState.SAVED, EXIT_REQUEUE, f"{at}; run the job again to go on")
-
-
 # ---------------------------------------------------------------- time
 
 
@@ -484,7 +358,7 @@ def _tick(turn: Turn, job: Job) -> None:
     if migration is None:
         return
     if migration.phase is Phase.ALLOCATE:
-        _allocate_if_ready(turn, job)
+        allocate.if_ready(turn, job)
     migration = job.migration
     if migration is not None and turn.now >= deadline(job):
         TABLE[migration.phase].late(turn, job)
@@ -492,31 +366,31 @@ def _tick(turn: Turn, job: Job) -> None:
 
 def deadline(job: Job) -> float:
     """When the present phase must be over."""
-    migration, _ = _the(job)
+    migration, _ = in_migration(job)
     return TABLE[migration.phase].until(job)
 
 
 def _late_fences(turn: Turn, job: Job) -> None:
     """A kill that nobody confirms: the node may be cut off. The new generation shuts it out."""
     seating.write_off_fences(turn, job)
-    _allocate_if_ready(turn, job)
+    allocate.if_ready(turn, job)
 
 
 def _late_quiesce(turn: Turn, job: Job) -> None:
-    migration, _ = _the(job)
+    migration, _ = in_migration(job)
     if migration.phase is Phase.HOLD and turn.now >= budgets.hold(job):
         held = turn.now - migration.hold_since
-        _save_asked(turn, job, SaveAsked(f"no spare came within {held:.1f} s"))
+        saving.leave(turn, job, f"no spare came within {held:.1f} s")
         return
     if migration.agreed >= 0:
         turn.note(f"not all came to boundary {migration.agreed}: they stop where they can", job)
-        _to_allocate(turn, job)
+        allocate.begin(turn, job)
         return
     _fault(turn, job, budgets.blame(job, budgets.slow_to_quiesce(job, turn.now)))
 
 
 def _late_reports(turn: Turn, job: Job) -> None:
-    migration, now = _the(job)
+    migration, now = in_migration(job)
     missing = budgets.silent_ranks(job)
     if migration.cold and 2 * len(missing) > len(now.seats):
         limit = job.spec.policy.startup_seconds_max
@@ -539,11 +413,11 @@ class Row:
 TABLE: dict[Phase, Row] = {
     Phase.WARM: Row(Phase.QUIESCE, planned.warmed, budgets.startup, planned.late),
     Phase.AGREE: Row(Phase.AGREE, planned.agreed, budgets.agree, planned.disagreed),
-    Phase.ALLOCATE: Row(None, _allocate_if_ready, budgets.allocate, _late_fences),
+    Phase.ALLOCATE: Row(None, allocate.if_ready, budgets.allocate, _late_fences),
     Phase.QUIESCE: Row(Phase.QUIESCE, _plan, budgets.quiesce, _late_quiesce),
     Phase.HOLD: Row(Phase.QUIESCE, _plan, budgets.quiesce, _late_quiesce),
     Phase.REFORM: Row(Phase.VERIFY, _resume, budgets.reform, _late_reports),
     Phase.RESUME: Row(Phase.RESUME, _done, budgets.startup, _late_reports),
-    Phase.SAVE: Row(Phase.SAVE, _saved, budgets.startup, _late_reports),
+    Phase.SAVE: Row(Phase.SAVE, saving.saved, budgets.startup, _late_reports),
     Phase.FALLBACK: Row(None, launch.relaunch, budgets.hold, launch.no_room),
 }

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from keepstep import sabotage
 from keepstep.model import JobId, NodeId, OrderId, Phase, Policy, Rank, Seat, Sign
-from keepstep.orchestrator import incidents, migration, orders, planned, spares
+from keepstep.orchestrator import homes, incidents, migration, orders, planned, slots, spares
 from keepstep.orchestrator.liveness import UNWATCHED_SECONDS_MAX
 from keepstep.orchestrator.state import (
     Cause,
@@ -47,6 +47,9 @@ def hello(turn: Turn, event: Hello) -> None:
     if state is not None and state.alive and state.boot != event.boot:
         lose(turn, event.node, "it rebooted")
     returned = state is not None and not state.alive
+    if state is not None and returned:
+        # Well from now on: its time without a fault begins.
+        state.fault_at = turn.now
     moved_store = state is not None and state.store_port != event.store_port
     _register(turn, event, state)
     state = cluster.nodes[event.node]
@@ -60,7 +63,7 @@ def hello(turn: Turn, event: Hello) -> None:
         job = cluster.jobs.get(name)
         if job is not None and not job.state.over:
             orders.tell(turn, job, only=event.node)
-    spares.index(cluster, state)
+    slots.index(cluster, state)
 
 
 def _register(turn: Turn, event: Hello, state: NodeState | None) -> None:
@@ -112,7 +115,7 @@ def _compare_workers(turn: Turn, state: NodeState, facts: tuple[WorkerFact, ...]
         if user is None or user.rank < 0 or (user.job, user.rank, user.incarnation) in listed:
             continue
         if user.fenced:
-            spares.release(turn.cluster, state.node, slot)
+            slots.release(turn.cluster, state.node, slot)
             continue
         job = turn.cluster.jobs[user.job]
         if waiting := planned.waits_here(job, user):
@@ -149,7 +152,7 @@ def _fence_stray(turn: Turn, state: NodeState, fact: WorkerFact) -> None:
     )
     if fact.slot not in state.uses and fact.slot < state.slots:
         user = Occupant(fact.job, fact.rank, fact.incarnation, fenced=True)
-        spares.occupy(cluster, state.node, fact.slot, user)
+        slots.occupy(cluster, state.node, fact.slot, user)
     turn.note(
         f"{state.node} still runs incarnation {fact.incarnation} of rank {fact.rank} of "
         f"generation {fact.generation}: fenced"
@@ -195,10 +198,10 @@ def _adopt_or_drop(turn: Turn, state: NodeState, fact: StandbyFact) -> None:
         and len(job.standbys) < job.spec.spares
         and fact.slot < state.slots
         and not state.drained
-        and not spares.tainted(turn.cluster, state.node, fact.slot, turn.now)
+        and not slots.tainted(turn.cluster, state.node, fact.slot, turn.now)
     )
     if job is not None and wanted:
-        spares.occupy(turn.cluster, state.node, fact.slot, Occupant(fact.job))
+        slots.occupy(turn.cluster, state.node, fact.slot, Occupant(fact.job))
         job.standbys[slot_key(state.node, fact.slot)] = Standby(
             state.node, fact.slot, turn.cluster.next(), fact.ready, fact.level
         )
@@ -322,7 +325,9 @@ def lose(turn: Turn, node: NodeId, why: str) -> None:
     cluster.doubtful.pop(node, None)
     users = sorted(state.uses.items())
     state.uses = {}
-    spares.index(cluster, state)
+    if not state.drained:
+        homes.found_bad(state, turn.now)
+    slots.index(cluster, state)
     turn.note(f"node {node} is lost: {why}")
     names: dict[JobId, bool] = {}
     for slot, user in users:

@@ -24,7 +24,7 @@ from keepstep.model import (
     Seat,
     Sign,
 )
-from keepstep.orchestrator import launch, orders, seating, spares
+from keepstep.orchestrator import launch, orders, placing, seating, slots, spares
 from keepstep.orchestrator.state import (
     Job,
     Leave,
@@ -55,18 +55,23 @@ def wish(
     to: NodeId = NodeId(""),
     *,
     urgent: bool = False,
+    home: bool = False,
 ) -> None:
     """These ranks shall move; those that are already on their way stay on it."""
     assert job.roster is not None
     moving = job.migration.leavers if job.migration else {}
     new = []
-    for rank in sorted(ranks):
+    asked = set(ranks)
+    if not to:
+        asked |= placing.companions(placing.Search(turn.cluster, job, turn.now), asked)
+    for rank in sorted(asked):
         seat = job.roster.seats[rank]
         known = job.leaving.get(rank)
-        more = known is None or (urgent and not known.urgent) or to not in ("", known.to)
+        more = known is None or (urgent and not known.urgent)
+        more = more or (not home and to not in ("", known.to if known else ""))
         if rank in moving or not more:
             continue
-        job.leaving[rank] = Leave(seat.incarnation, why, turn.now, to, urgent=urgent)
+        job.leaving[rank] = Leave(seat.incarnation, why, turn.now, to, urgent=urgent, home=home)
         new.append(rank)
     if new:
         listed = ", ".join(map(str, new[:8]))
@@ -95,13 +100,17 @@ def refusal(job: Job) -> str:
     return ""
 
 
+def steady(job: Job) -> bool:
+    """It trains and nothing is going on: a move can begin."""
+    return job.migration is None and job.state is JobState.RUNNING and not job.finished
+
+
 # ---------------------------------------------------------------- WARM
 
 
 def begin(turn: Turn, job: Job) -> None:
     """Start to warm targets for all who wish to leave, if there is room for each."""
-    waits = job.migration is not None or job.state is not JobState.RUNNING or bool(job.finished)
-    if waits or not job.leaving or turn.now < job.leave_at or job.roster is None:
+    if not steady(job) or not job.leaving or turn.now < job.leave_at or job.roster is None:
         return
     _forget_stale(turn, job)
     # Somebody has to stay: the others get their state from those who do.
@@ -137,32 +146,27 @@ def _forget_stale(turn: Turn, job: Job) -> None:
             turn.touched = True
 
 
-def _choose(turn: Turn, job: Job, ranks: Sequence[Rank]) -> dict[Rank, spares.Choice]:
+def _choose(turn: Turn, job: Job, ranks: Sequence[Rank]) -> dict[Rank, placing.Choice]:
     """A target for each; the urgent ones go even if the others cannot. Nobody: each says why."""
-    chosen: dict[Rank, spares.Choice] = {}
-    missing: list[Rank] = []
-    # Those who can go to one place only choose first.
+    assert job.roster is not None
     wishes = job.leaving
-    for rank in sorted(ranks, key=lambda r: (not wishes[r].urgent, not wishes[r].to, r)):
-        taken = {(choice.node, choice.slot) for choice in chosen.values()}
-        only = job.leaving[rank].to
-        choice = spares.choose(turn.cluster, job, turn.now, without=taken, only=only)
-        if choice is None:
-            missing.append(rank)
-        else:
-            chosen[rank] = choice
-    if missing:
-        _wait(turn, job, missing, job.leaving[missing[0]].to, len(chosen))
+    within = job.spec.policy.leave_within_seconds
+    urgent = {r for r in ranks if wishes[r].urgent or turn.now >= wishes[r].asked_at + within}
+    seats = [job.roster.seats[rank] for rank in sorted(ranks, key=lambda r: (r not in urgent, r))]
+    only = {rank: wishes[rank].to for rank in ranks if wishes[rank].to}
+    chosen = placing.place(placing.Search(turn.cluster, job, turn.now), seats, only)
+    if missing := [rank for rank in ranks if rank not in chosen]:
+        _wait(turn, job, missing, wishes[missing[0]].to, len(chosen))
         # Who waits for one certain place holds up nobody.
         held_up = any(not wishes[rank].to for rank in missing)
-        chosen = {rank: c for rank, c in chosen.items() if wishes[rank].urgent or not held_up}
-    return dict(sorted(chosen.items()))
+        chosen = {rank: c for rank, c in chosen.items() if rank in urgent or not held_up}
+    return chosen
 
 
 def _wait(turn: Turn, job: Job, ranks: Sequence[Rank], to: NodeId, found: int) -> None:
     wanted = len(ranks) + found
     where = f"{to} has no free slot" if to else f"{wanted} needed, {found} free"
-    fix = "add a node, undrain one, or stop a job"
+    fix = "add a node, undrain or untaint one, or stop a job"
     waits = f"no room yet: {where}; {fix}"
     if any(job.leaving[rank].waits != waits for rank in ranks):
         for rank in ranks:
@@ -277,7 +281,7 @@ def turn_back(turn: Turn, job: Job) -> None:
     seats = list(now.seats)
     for rank in sorted(migration.coming):
         coming = migration.coming.pop(rank)
-        if rank in migration.gone and migration.purpose != "save":
+        if rank in migration.gone and not migration.saves:
             seats[rank] = coming
             del migration.gone[rank]
             migration.fresh[rank] = turn.now
@@ -349,7 +353,7 @@ def lose(turn: Turn, job: Job, seat: Seat, why: str) -> None:
     """A target or a leaver is gone."""
     migration = job.migration
     assert migration is not None
-    spares.release(turn.cluster, seat.node, seat.slot)
+    slots.release(turn.cluster, seat.node, seat.slot)
     if migration.leavers.get(seat.rank) == seat:
         del migration.leavers[seat.rank]
         job.leaving.pop(seat.rank, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from keepstep.model import TAINT_SECONDS, Rank
-from keepstep.orchestrator import roster
+from keepstep.orchestrator import homes, roster
 from keepstep.orchestrator.state import Job, Migration, Plan, Taint, slot_key
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import SeatReport
@@ -53,6 +53,7 @@ def taint(turn: Turn, job: Job, rank: Rank, why: str) -> None:
     seat = now.seats[rank]
     until = turn.now + TAINT_SECONDS
     turn.cluster.taints[slot_key(seat.node, seat.slot)] = Taint(why, turn.now, until)
+    homes.found_bad(turn.cluster.nodes[seat.node], turn.now)
     turn.note(f"{why}: it receives, and {seat.node} slot {seat.slot} is tainted", job)
 
 

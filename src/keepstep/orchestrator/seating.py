@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from keepstep.model import JobState, Rank, Seat
-from keepstep.orchestrator import orders, spares
+from keepstep.model import JobState, Phase, Rank, Seat
+from keepstep.orchestrator import orders, placing, slots, spares
 from keepstep.orchestrator.state import Job, Migration, Occupant, next_incarnation
 from keepstep.orchestrator.turn import Turn
 
@@ -16,10 +16,9 @@ def seat_joiners(turn: Turn, job: Job, seats: list[Seat]) -> list[str]:
     migration = job.migration
     assert migration is not None
     told = []
-    for rank in sorted(migration.gone):
-        choice = spares.choose(turn.cluster, job, turn.now)
-        if choice is None:
-            break
+    search = placing.Search(turn.cluster, job, turn.now)
+    empty = [seats[rank] for rank in sorted(migration.gone)]
+    for rank, choice in placing.place(search, empty).items():
         incarnation = next_incarnation(job, seats[rank])
         spares.take(turn.cluster, job, choice, rank, incarnation)
         seats[rank] = Seat(rank, choice.node, choice.slot, incarnation)
@@ -28,6 +27,21 @@ def seat_joiners(turn: Turn, job: Job, seats: list[Seat]) -> list[str]:
         migration.joined[rank] = incarnation
         told.append(f"rank {rank} to {choice.why}")
     return told
+
+
+def wanting(job: Job) -> list[Seat]:
+    """Old seats of the ranks that wait for room: nobody sits there, or somebody shall leave."""
+    migration, now = job.migration, job.roster
+    if now is None or job.state.over:
+        return []
+    if migration is not None:
+        waits = migration.phase in (Phase.HOLD, Phase.FALLBACK) and not migration.saves
+        return [now.seats[rank] for rank in sorted(migration.gone)] if waits else []
+    return [
+        now.seats[rank]
+        for rank, leave in sorted(job.leaving.items())
+        if leave.waits and not leave.to
+    ]
 
 
 def survivors(job: Job) -> int:
@@ -58,7 +72,7 @@ def allocated_why(job: Job, chosen: list[str], holding: bool) -> str:
         return f"no spare for rank {empty}: survivors hold in generation {job.generation}{rest}"
     if chosen:
         return f"migrating {moved} in generation {job.generation}"
-    if migration.purpose == "save":
+    if migration.saves:
         return f"quiescing for a checkpoint in generation {job.generation}"
     return f"same seats, groups formed anew in generation {job.generation}"
 
@@ -74,7 +88,7 @@ def vacate(turn: Turn, job: Job, rank: Rank, why: str) -> None:
     if user == Occupant(job.spec.job, rank, seat.incarnation) or (
         user == Occupant(job.spec.job, rank, seat.incarnation, fenced=True)
     ):
-        spares.release(turn.cluster, seat.node, seat.slot)
+        slots.release(turn.cluster, seat.node, seat.slot)
     migration.fences.pop(rank, None)
     migration.fresh.pop(rank, None)
     migration.gone[rank] = why

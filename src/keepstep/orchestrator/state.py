@@ -43,6 +43,7 @@ CAUSES_MAX = 64
 SETTLED_MAX = 4
 JOBS_OVER_MAX = 200
 REQUESTS_MAX = 1000
+LOANS_MAX = 1000
 DETAIL_CHARS_MAX = 8000
 
 
@@ -81,6 +82,10 @@ class NodeState:
     """Why nothing may be placed here any more; empty: it may."""
     uses: dict[int, Occupant] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
+    faults: int = 0
+    """How often it was lost or found bad: the more, the longer until ranks go home to it."""
+    fault_at: float = 0.0
+    """When it was lost or found bad last, or when it came back from that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +144,8 @@ class Incident:
     causes_count: int = 0
     story: tuple[Line, ...] = ()
     outcome: str = ""
-    """resumed | moved | abandoned | fallback | restart | saved | failed | stopped; empty while it
-    is open."""
+    """resumed | moved | abandoned | parked | fallback | restart | saved | failed | stopped; empty
+    while it is open."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in each phase."""
     generation: Generation = Generation(0)
@@ -171,7 +176,7 @@ class Migration:
     kind: str
     """start | unplanned | planned."""
     purpose: str
-    """recover | save | start | move."""
+    """recover | save | park | start | move."""
     phase: Phase
     phase_at: float
     began_at: float
@@ -212,6 +217,11 @@ class Migration:
     """Some rank has made a step after this migration's RESUME."""
     agreed: int = -1
     """Planned: the boundary at which all ranks stop; -1: as soon as they can."""
+
+    @property
+    def saves(self) -> bool:
+        """Nobody gets a seat any more: the boundary is written down."""
+        return self.purpose in ("save", "park")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +265,26 @@ class Leave:
     """Why it cannot begin yet."""
     urgent: bool = False
     """Goes even if others, who wish to go too, have to wait."""
+    home: bool = False
+    """Back to where it started: given up if that becomes a bad place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A job gives up its devices for one of higher priority, and gets them back later."""
+
+    lender: JobId
+    borrower: JobId
+    devices: int
+    """What the lender gave up."""
+    needed: int
+    """What of it the borrower asked for; the rest joined the pool."""
+    asked_at: float
+    began_at: float = -1.0
+    """When the lender's state was saved and its devices were free."""
+    ended_at: float = -1.0
+    boundary: int = -1
+    """Where the lender stopped, and goes on."""
 
 
 @dataclass(slots=True)
@@ -275,6 +305,12 @@ class Job:
     leave_at: float = 0.0
     """Before this moment no planned move begins: the last one failed."""
     moves_failed: int = 0
+    loan: Loan | None = None
+    """This job is parked, or about to be, so that another one can go on."""
+    lend_at: float = 0.0
+    """Before this moment it is not asked to lend: the last time it could not save."""
+    homes: dict[Rank, NodeId] = field(default_factory=dict)
+    """The nodes that the ranks started on."""
     settled: tuple[Settled, ...] = ()
     begun: bool = False
     """Some rank committed a step since the workers were last started from the top."""
@@ -328,6 +364,8 @@ class Cluster:
     """Operators' requests that were followed, and when, by the counter: a repetition is known."""
     closed: tuple[Incident, ...] = ()
     """The last incidents, oldest first."""
+    loans: tuple[Loan, ...] = ()
+    """Those that are over, oldest first."""
 
     def next(self) -> int:
         self.counter += 1
@@ -357,6 +395,13 @@ def fingerprint(cluster: Cluster) -> str:
 def generation_secret(cluster: Cluster, job: JobId, generation: Generation) -> str:
     """New with each generation, and the same in each replay."""
     return hashlib.sha256(f"{cluster.secret}/{job}/{generation}".encode()).hexdigest()[:32]
+
+
+def in_migration(job: Job) -> tuple[Migration, Roster]:
+    """The migration that a job is in, and the roster that it leads to."""
+    assert job.migration is not None
+    assert job.roster is not None
+    return job.migration, job.roster
 
 
 def natural(node: NodeId) -> tuple[str | int, ...]:

@@ -12,7 +12,7 @@ a node out altogether.
 from __future__ import annotations
 
 from keepstep.model import NodeId, Severity
-from keepstep.orchestrator import planned, spares
+from keepstep.orchestrator import homes, planned, spares
 from keepstep.orchestrator.events import TaintAsked, UntaintAsked
 from keepstep.orchestrator.state import Job, NodeState, Taint, place_key
 from keepstep.orchestrator.turn import Turn
@@ -73,6 +73,8 @@ def taint(turn: Turn, event: TaintAsked) -> None:
         turn.note(f"{said}, for {event.seconds:g} s")
         if before is not None:
             _withdraw(turn, _why(place, before))
+        if event.severity is not Severity.AVOID:
+            homes.found_bad(state, turn.now)
     turn.touched = True
     _clear_out(turn, state, event.slot, _why(place, new), event.severity)
 

@@ -10,10 +10,12 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.model import JobId, Phase, Rank
+from keepstep.orchestrator import homes
 from keepstep.orchestrator.state import (
     Cluster,
     Incident,
     Job,
+    Loan,
     Migration,
     NodeState,
     natural,
@@ -38,7 +40,22 @@ def describe(cluster: Cluster) -> dict[str, Any]:
             {"place": place, **codec.to_plain(taint)}
             for place, taint in sorted(cluster.taints.items())
         ],
+        "loans": [loan_view(loan) for loan in (*cluster.loans, *_open_loans(cluster))],
     }
+
+
+def _open_loans(cluster: Cluster) -> list[Loan]:
+    jobs = (job for _, job in sorted(cluster.jobs.items()))
+    return [job.loan for job in jobs if job.loan is not None]
+
+
+def loan_view(loan: Loan) -> dict[str, Any]:
+    """Who lent what to whom for how long; the times of what has not happened yet are null."""
+    plain = codec.to_plain(loan)
+    assert isinstance(plain, dict)
+    for moment in ("began_at", "ended_at"):
+        plain[moment] = plain[moment] if plain[moment] >= 0 else None
+    return plain
 
 
 def phases(cluster: Cluster, jobs: Iterable[JobId]) -> dict[str, str]:
@@ -84,6 +101,10 @@ def job_view(job: Job) -> dict[str, Any]:
             {"rank": rank, "why": leave.why, "to": leave.to or None, "waits": leave.waits or None}
             for rank, leave in sorted(job.leaving.items())
         ],
+        "loan": loan_view(job.loan) if job.loan else None,
+        "away": {
+            str(rank): home for home, ranks in sorted(homes.away(job).items()) for rank in ranks
+        },
         "store_node": job.roster.store_node if job.roster else None,
         "mirror_stride": job.roster.mirror_stride if job.roster else None,
         "seats": _seats_view(job),
@@ -169,6 +190,8 @@ def node_view(cluster: Cluster, state: NodeState) -> dict[str, Any]:
         "drained": state.drained or None,
         "taint": cluster.taints[state.node].reason if state.node in cluster.taints else None,
         "empty": _is_empty(cluster, state),
+        "faults": state.faults,
+        "fault_at": state.fault_at if state.faults else None,
         "labels": dict(state.labels),
         "uses": uses,
     }
