@@ -30,6 +30,14 @@ def test_the_stride_is_the_smallest_that_keeps_a_rank_and_its_mirror_apart(nodes
     assert stride == next(k for k in possible if collisions(nodes, k) == fewest)
 
 
+def test_a_mirror_is_in_another_rack_if_there_is_one():
+    nodes = [NodeId(f"n{rank // 4}") for rank in range(216)]
+    racks = [f"r{rank // 72}" for rank in range(216)]
+    stride = roster.mirror_stride(nodes, racks)
+    assert all(racks[rank] != racks[(rank + stride) % 216] for rank in range(216))
+    assert roster.mirror_stride(nodes, ["r0"] * 216) == 4, "one rack: at least another node"
+
+
 @settings(deadline=None)
 @given(st.integers(2, 6), st.integers(1, 8))
 def test_block_placement_always_has_a_stride_without_collisions(nodes, each):

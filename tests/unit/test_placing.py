@@ -39,6 +39,7 @@ def test_the_loss_of_a_rack_of_18_nodes_is_one_incident_and_one_migration():
     policy = Policy(unit=Unit.DOMAIN)
     spec = JobSpec(JOB, "train.py", nodes=54, ranks_per_node=4, policy=policy)
     cluster = cluster_of(nodes=72, slots=4, per_rack=18, spec=spec)
+    before = cluster.jobs[JOB].roster
     for i in range(18, 36):
         cluster = brain.step(cluster, events.NodeSilent(NodeId(f"n{i}")), 10.0).cluster
     decision = brain.step(cluster, events.Tick(), 10.5)
@@ -51,6 +52,8 @@ def test_the_loss_of_a_rack_of_18_nodes_is_one_incident_and_one_migration():
     # Ranks that shared a node share one again.
     for first in range(72, 144, 4):
         assert len({job.roster.seats[rank].node for rank in range(first, first + 4)}) == 1
+    # Private state of the lost rack has its second home in another one.
+    assert before.mirror_stride % 216 >= 72
     told = [order.action for order in decision.orders if isinstance(order.action, wire.Quiesce)]
     assert len(told) <= 18
 

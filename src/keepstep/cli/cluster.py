@@ -50,6 +50,8 @@ class NodePlan:
     prefix: tuple[str, ...] = ()
     """Put before the agent's command: `ip netns exec NS`, `taskset -c 1`."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What it shares with other nodes: rack, switch, nvlink_domain."""
     speaks: bool = False
     """The workers' lines go to our standard output instead of the agent's log."""
 
@@ -248,6 +250,8 @@ class LocalCluster:
         command = [*node.prefix, sys.executable, "-m", "keepstep.agent"]
         command += ["--orchestrator", self._url]
         command += ["--node", node.name, "--address", node.address, "--slots", str(node.slots)]
+        for name, value in sorted(node.labels.items()):
+            command += ["--labels", f"{name}={value}"]
         command += ["--room", str(self.room(node.name))]
         # The token goes by environment: a command line shows in `ps`.
         own = {MARK: str(self.room(node.name)), "KEEPSTEP_TOKEN": self.client.token}

@@ -127,6 +127,13 @@ def _own_options(parser: argparse.ArgumentParser) -> None:
     option("--node", default="", metavar="NAME", help="this node's name (default: the host's)")
     option("--address", default="", metavar="IP", help="where other nodes reach this one")
     option("--slots", type=int, metavar="N", help="processes this node may hold")
+    option(
+        "--label",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="what this node shares with others: rack, switch, nvlink_domain",
+    )
     option("--config", type=Path, metavar="TOML", help="settings; see python -m keepstep.config")
 
 
@@ -167,8 +174,18 @@ def settle(asked: argparse.Namespace, environ: Mapping[str, str], here: Path) ->
     name = asked.node or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
     address = asked.address or asked.local_addr or ("127.0.0.1" if not joining else _own_address())
     slots = asked.slots or (ranks if joining else ranks + asked.spares)
-    node = NodePlan(name, slots, address, speaks=spec.tee)
+    node = NodePlan(name, slots, address, labels=_labels(asked.label), speaks=spec.tee)
     return Launch(spec, node, run_dir, asked.orchestrator, token_file, asked.config, tuple(notes))
+
+
+def _labels(told: Sequence[str]) -> dict[str, str]:
+    labels = {}
+    for text in told:
+        key, equals, value = text.partition("=")
+        if not (key and equals and value):
+            raise ConfigError(f"--label {text!r} has no value; write for example rack=r12")
+        labels[key] = value
+    return labels
 
 
 def _notes(asked: argparse.Namespace) -> list[str]:

@@ -72,7 +72,7 @@ def room(turn: Turn, job: Job) -> None:
         return
     # Same generation: nobody has formed a group of it yet, and the survivors wait at a boundary.
     job.roster = roster.build(
-        before.job, before.generation, before.secret, before.store_node, seats
+        before.job, before.generation, before.secret, before.store_node, seats, turn.cluster.nodes
     )
     holding = bool(migration.gone)
     if not holding:

@@ -47,7 +47,7 @@ def go(turn: Turn, job: Job, why: str) -> None:
     if not lost:
         turn.ignore(f"all ranks of {job.spec.job} are where they started")
     for home, ranks in sorted(lost.items()):
-        if reason := _shut(turn.cluster, home, turn.now):
+        if reason := _shut(turn.cluster, home, turn.now) or _full(turn, job, home, len(ranks)):
             turn.note(f"rank {', '.join(map(str, ranks[:8]))} cannot go home: {reason}", job)
         else:
             planned.wish(turn, job, ranks, why, home, home=True)
@@ -73,11 +73,16 @@ def _by_itself(turn: Turn, job: Job) -> None:
         state = turn.cluster.nodes.get(home)
         if state is None or _shut(turn.cluster, home, turn.now):
             continue
-        room = slots.room(turn.cluster, state, job.spec.job, turn.now)
-        if turn.now >= worthy_at(state, job.spec.policy) and room >= len(ranks):
+        if turn.now >= worthy_at(state, job.spec.policy) and not _full(turn, job, home, len(ranks)):
             clean = (turn.now - state.fault_at) / 60
             why = f"{home} is well for {clean:.0f} min: its ranks go home"
             planned.wish(turn, job, ranks, why, home, home=True)
+
+
+def _full(turn: Turn, job: Job, node: NodeId, wanted: int) -> str:
+    """Why so many cannot go there just now; empty if they can."""
+    room = slots.room(turn.cluster, turn.cluster.nodes[node], job.spec.job, turn.now)
+    return "" if room >= wanted else f"{node} has room for {room}; free it, then ask again"
 
 
 def _shut(cluster: Cluster, node: NodeId, now: float) -> str:

@@ -212,7 +212,9 @@ def relaunch(turn: Turn, job: Job) -> None:
         del migration.gone[rank]
         turn.touched = True
     if migration.gone:
-        job.roster = roster.build(now.job, now.generation, now.secret, now.store_node, seats)
+        job.roster = roster.build(
+            now.job, now.generation, now.secret, now.store_node, seats, cluster.nodes
+        )
         return
     seats = [Seat(s.rank, s.node, s.slot, next_incarnation(job, s)) for s in seats]
     for seat in seats:
@@ -227,7 +229,7 @@ def new_generation(turn: Turn, job: Job, seats: list[Seat], store: NodeId) -> No
     """The next generation number, its secret and its roster."""
     job.generation = job.promised = Generation(max(job.generation, job.promised) + 1)
     secret = generation_secret(turn.cluster, job.spec.job, job.generation)
-    new = roster.build(job.spec.job, job.generation, secret, store, seats)
+    new = roster.build(job.spec.job, job.generation, secret, store, seats, turn.cluster.nodes)
     enter_generation(turn, job, new)
 
 

@@ -77,7 +77,7 @@ def next_roster(cluster: Cluster, job: Job) -> Roster:
     seats = [migration.coming.get(seat.rank, seat) for seat in now.seats]
     store = roster.store_node(seats, cluster.nodes, migration.coming, now.store_node)
     secret = generation_secret(cluster, job.spec.job, job.promised)
-    return roster.build(job.spec.job, job.promised, secret, store, seats)
+    return roster.build(job.spec.job, job.promised, secret, store, seats, cluster.nodes)
 
 
 def _tell_warm(turn: Turn, job: Job, migration: Migration, only: NodeId | None) -> None:

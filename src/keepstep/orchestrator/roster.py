@@ -25,6 +25,8 @@ from keepstep.orchestrator.state import NodeState, Settled
 from keepstep.wire import Home, SeatReport
 
 STRIDES_TRIED_MAX = 64
+RACK_LABELS = ("rack", "switch", "nvlink_domain")
+"""Labels of nodes that are lost together, the widest first."""
 SOURCES_PER_MOVE_MAX = 4
 LAST_RESORT_HOMES_MAX = 4
 
@@ -42,33 +44,52 @@ class Verdict:
 
 
 def build(
-    job: JobId, generation: Generation, secret: str, store_node: NodeId, seats: Sequence[Seat]
+    job: JobId,
+    generation: Generation,
+    secret: str,
+    store_node: NodeId,
+    seats: Sequence[Seat],
+    nodes: Mapping[NodeId, NodeState],
 ) -> Roster:
     """A roster with the stride that its placement asks for."""
-    stride = mirror_stride([seat.node for seat in seats])
+    own = [seat.node for seat in seats]
+    shared = {node: _shares(nodes[node]) for node in set(own)}
+    stride = mirror_stride(own, [shared[node] for node in own])
     return Roster(job, generation, secret, store_node, stride, tuple(seats))
 
 
-def mirror_stride(nodes: Sequence[NodeId]) -> int:
+def _shares(state: NodeState) -> str:
+    """What a node is lost together with: its rack, as far as anybody said."""
+    labels = (name for name in RACK_LABELS if state.labels.get(name))
+    return next((f"{name}={state.labels[name]}" for name in labels), state.node)
+
+
+def mirror_stride(nodes: Sequence[NodeId], racks: Sequence[str] = ()) -> int:
     """The smallest k that puts rank r and rank (r + k) mod N on different nodes, for all r.
 
-    Where none does (a node with most of the ranks), the k with fewest collisions; on one node
-    none at all: a copy there would go with the original.
+    And in different racks, if that can be had. Where nothing does (a node with most of the ranks),
+    the k with fewest collisions; on one node none at all: a copy there would go with the original.
     """
     size = len(nodes)
     if len(set(nodes)) <= 1:
         return 0
-    own = list(nodes)
-    best, fewest = 1, size + 1
-    for stride in range(1, min(size, STRIDES_TRIED_MAX + 1)):
-        if own[0] == own[stride] and fewest == 0:
+    own, rack = list(nodes), list(racks or nodes)
+    # Ranks lie in blocks: the first rank of another rack is as far away as all have to look.
+    other_rack = next((k for k in range(1, size) if rack[k] != rack[0]), 1)
+    best, fewest = 1, (size + 1, size + 1)
+    for stride in (*range(1, min(size, STRIDES_TRIED_MAX + 1)), other_rack):
+        if own[0] == own[stride] and fewest[0] == 0:
             continue
-        collisions = sum(map(operator.eq, own, own[stride:] + own[:stride]))
+        collisions = (_collisions(own, stride), _collisions(rack, stride))
         if collisions < fewest:
             best, fewest = stride, collisions
-        if collisions == 0:
+        if collisions == (0, 0):
             break
     return best
+
+
+def _collisions(places: list[NodeId] | list[str], stride: int) -> int:
+    return sum(map(operator.eq, places, places[stride:] + places[:stride]))
 
 
 def store_node(
