@@ -25,7 +25,9 @@ from typing import Any, NoReturn
 from keepstep import sabotage
 from keepstep.chaos import network as networks
 from keepstep.chaos import proof, report
+from keepstep.chaos.aftermath import UNTOUCHED_SECONDS, Aftermath, is_tainted, user_error
 from keepstep.chaos.faults import (
+    LOAN,
     TELLING,
     Cell,
     Fault,
@@ -34,10 +36,12 @@ from keepstep.chaos.faults import (
     choose_cells,
     schedule,
 )
-from keepstep.chaos.inject import Injector, Missed
+from keepstep.chaos.inject import Injector
+from keepstep.chaos.lender import NODES as LENDER_NODES
+from keepstep.chaos.lender import Lender
 from keepstep.chaos.network import Network
 from keepstep.chaos.sight import Sight
-from keepstep.chaos.strike import Strike
+from keepstep.chaos.strike import Missed, Strike
 from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan
 from keepstep.errors import ConfigError, KeepstepError, Permanent
 from keepstep.model import JobId, JobSpec, Policy
@@ -45,13 +49,10 @@ from keepstep.model import JobId, JobSpec, Policy
 JOB = JobId("chaos")
 STEADY_SECONDS_MAX = 120.0
 OUTCOME_SECONDS_MAX = 90.0
-UNTOUCHED_SECONDS = 2.5
-"""How long a job must go on as if nothing had happened. A false alarm would come in this time."""
 UNTOUCHED_STEPS = 15
 STEADY_STEPS = 3
 STACKS_SECONDS = 10.0
 """A recovery that takes this long is worth a look at where its ranks stand."""
-REFUSAL_SECONDS_MAX = 20.0
 HOLD_SECONDS_MAX = 40.0
 """Longer than a node takes to come back on a loaded machine, short enough to wait for its end."""
 FINISH_STEPS_AHEAD = 60
@@ -130,7 +131,8 @@ def run(plan: Plan) -> int:
     run_dir = plan.run_dir or Path(tempfile.mkdtemp(prefix="keepstep-chaos-"))
     with until_told_to_leave(), contextlib.ExitStack() as stack:
         network = stack.enter_context(Network()) if use_network else None
-        campaign = Campaign(plan, run_dir, network)
+        lends = any(fault.cell.kind == LOAN for fault in faults)
+        campaign = Campaign(plan, run_dir, network, lends=lends)
         stack.callback(campaign.close)
         verdict = campaign.run(faults)
     result = report.whole(plan, cells, campaign.records, verdict)
@@ -168,7 +170,9 @@ def until_told_to_leave() -> Iterator[None]:
 class Campaign:
     """One cluster, one job, many faults."""
 
-    def __init__(self, plan: Plan, run_dir: Path, network: Network | None) -> None:
+    def __init__(
+        self, plan: Plan, run_dir: Path, network: Network | None, *, lends: bool = False
+    ) -> None:
         self.plan = plan
         self.run_dir = run_dir
         self.records: list[Record] = []
@@ -176,12 +180,19 @@ class Campaign:
         self._failpoints = run_dir / "failpoints"
         self._failpoints.mkdir(parents=True, exist_ok=True)
         self._made = 0
-        nodes = [self._new_node() for _ in range(plan.nodes_in_all)]
+        extra = LENDER_NODES if lends else 0
+        nodes = [self._new_node() for _ in range(plan.nodes_in_all + extra)]
         listen = f"{networks.HUB_ADDRESS}:0" if network else "127.0.0.1:0"
         cluster_plan = ClusterPlan(listen=listen, environment=self._environment())
         self._cluster = LocalCluster(run_dir, nodes, cluster_plan)
         self._sight = Sight(self._cluster, JOB)
-        self._injector = Injector(self._cluster, network, self._failpoints, self._sight)
+        self._lender = Lender(self._cluster, run_dir, plan.slots) if lends else None
+        self._injector = Injector(
+            self._cluster, network, self._failpoints, self._sight, self._lender
+        )
+        self._aftermath = Aftermath(
+            self._cluster, self._sight, self._injector, self._lender, self._tend
+        )
         self._tainted: set[str] = set()
 
     def close(self) -> None:
@@ -189,6 +200,8 @@ class Campaign:
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             self._sight.close()
+            if self._lender is not None:
+                self._lender.close()
             self._cluster.stop()
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -243,20 +256,26 @@ class Campaign:
         self._cluster.start()
         self._cluster.wait_nodes()
         self._cluster.client.submit(self._spec())
-        trouble = ""
+        trouble, lent = "", 0
         try:
+            if self._lender is not None:
+                self._steady(self.plan.spares, whole=False)
+                self._lender.start()
             for fault in faults:
                 # Harsh faults need everybody back, the others only as many spares as they use up.
                 whole = fault.cell.mix not in (Mix.UNPLANNED, Mix.PLANNED)
                 self._steady(self.plan.spares if whole else fault.cell.spares, whole=whole)
                 self._one(fault, len(faults))
             self._steady(0, whole=False)
+            if self._lender is not None:
+                self._lender.wait_running("goes on", self._tend)
+                lent = self._lender.finish(FINISH_SECONDS_MAX)
             steps = self._finish()
         except KeepstepError as error:
             trouble, steps = str(error), self._sight.steps.newest.finished
             report.say(f"the campaign ends here: {error}")
         self.close()
-        return self._prove(steps, trouble)
+        return self._prove(steps, trouble, lent)
 
     def _steady(self, spares: int, *, whole: bool) -> None:
         """Until the job trains and so many spares are ready; with `whole`, until all are back."""
@@ -419,62 +438,19 @@ class Campaign:
         self, strike: Strike, outcome: Outcome, before: dict[str, Any], after: dict[str, Any]
     ) -> str:
         """What must be true beside the outcome. Returns what is not, or nothing."""
-        self._injector.release()
-        if strike.lost:
-            self._injector.comes_back(strike.lost)
-        if strike.drained and (problem := self._emptied(strike)):
-            return problem
-        if strike.node and (problem := self._refused(strike)):
+        if problem := self._aftermath.look(strike, len(self._incidents(before))):
             return problem
         if strike.tainted:
             self._tainted.add(strike.tainted)
             self._cluster.add_node(self._new_node())
-            if not _is_tainted(self._sight.picture() or {}, strike.tainted):
+            if not is_tainted(self._sight.picture() or {}, strike.tainted):
                 return f"{strike.tainted} held corrupt state and is not tainted"
         if outcome in (Outcome.SAVED, Outcome.FAILED):
-            problem = _user_error(before, after) if outcome is Outcome.FAILED else ""
+            problem = user_error(before, after) if outcome is Outcome.FAILED else ""
             self._injector.quiet()
             self._rerun()
             return problem
         return ""
-
-    def _emptied(self, strike: Strike) -> str:
-        """Drained nodes are empty; they may be switched off, and are used again afterwards."""
-        deadline = time.monotonic() + REFUSAL_SECONDS_MAX
-        full = list(strike.drained)
-        while full and time.monotonic() < deadline:
-            self._tend()
-            nodes = (self._sight.picture() or {"nodes": {}})["nodes"]
-            full = [node for node in strike.drained if not nodes.get(node, {}).get("empty")]
-            time.sleep(0.05)
-        generation = self._sight.job_now()["generation"]
-        for node in strike.drained if strike.power_off else ():
-            self._cluster.lose_node(node)
-            self._injector.comes_back(node)
-            time.sleep(UNTOUCHED_SECONDS)
-        now = self._sight.job_now()["generation"]
-        for node in strike.drained:
-            self._cluster.client.undrain(node, {})
-        if now != generation:
-            return f"{strike.drained} were empty, and switching them off was noticed"
-        return f"{full} did not become empty" if full else ""
-
-    def _refused(self, strike: Strike) -> str:
-        """The old worker of a node that is back must end, and must have published nothing."""
-        deadline = time.monotonic() + REFUSAL_SECONDS_MAX
-        (pid,) = strike.pids
-        while time.monotonic() < deadline:
-            self._tend()
-            job = self._sight.job()
-            if job is not None and strike.forbidden:
-                path = str(job["published"]["path"])
-                if path.endswith(strike.forbidden):
-                    return f"a fenced worker published {path}"
-            gone = not _alive(pid)
-            if gone and not self._injector.away and job is not None:
-                return ""
-            time.sleep(0.05)
-        return f"process {pid} of {strike.node} was fenced and still runs"
 
     def _rerun(self) -> None:
         """As a scheduler would requeue it: the same job again, on the same state directory."""
@@ -494,7 +470,7 @@ class Campaign:
             raise Permanent(f"the job ended as {job['state']}: {str(job['detail'])[-500:]}")
         return last
 
-    def _prove(self, steps: int, trouble: str) -> report.Verdict:
+    def _prove(self, steps: int, trouble: str, lent: int) -> report.Verdict:
         log = proof.check_step_log(self.run_dir / "state" / "steps.jsonl", steps)
         if trouble:
             return report.Verdict(False, log, (trouble,), steps)
@@ -505,17 +481,13 @@ class Campaign:
         )
         found = proof.compare(self.plan.world, self.run_dir / "result", self.run_dir / "reference")
         report.say(f"compared with it after {seconds:.0f} s")
-        for difference in found.differences[:10]:
+        differences = found.differences
+        if self._lender is not None:
+            report.say(f"the same for the {lent} steps of the lender …")
+            differences += self._lender.prove(lent)
+        for difference in differences[:10]:
             report.say(difference)
-        return report.Verdict(found.same, log, found.differences, steps)
-
-
-def _user_error(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """A user's mistake ends with the user's traceback, and costs at most one spare."""
-    if "ValueError" not in str(after["detail"]):
-        return "the job failed without the user's traceback"
-    was, became = (sum(s["incarnation"] for s in job["seats"]) for job in (before, after))
-    return "" if became - was <= 1 else f"{became - was} spares were used"
+        return report.Verdict(not differences, log, differences, steps)
 
 
 def _all_moved(ranks: tuple[int, ...], before: dict[str, Any], after: dict[str, Any]) -> bool:
@@ -525,22 +497,9 @@ def _all_moved(ranks: tuple[int, ...], before: dict[str, Any], after: dict[str, 
     return not after["leaving"] and all(now[rank] != was[rank] for rank in ranks)
 
 
-def _alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
 def _signal_quietly(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _is_tainted(picture: dict[str, Any], node: str) -> bool:
-    uses = picture.get("nodes", {}).get(node, {}).get("uses", ())
-    return any(use["taint"] for use in uses)
 
 
 def as_plain(record: Record) -> dict[str, Any]:

@@ -52,6 +52,8 @@ class Mix(StrEnum):
 STEP_WINDOWS = ("forward", "backward", "allreduce", "optimizer", "updated")
 RECOVERY_WINDOWS = ("quiesce", "reform", "transfer", "verify", "resume")
 RANDOM = "random"
+LOAN = "park"
+"""The kind that needs a second job, whose devices are borrowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ _SAVE = Cell("", "", Outcome.SAVED, spares=2, mix=Mix.HOLD)
 _LOST = Cell("", "", Outcome.FALLBACK, spares=2, mix=Mix.FALLBACK)
 _MOVE = Cell("", "", Outcome.MOVED, spares=1, mix=Mix.PLANNED)
 _MOVE_TWO = Cell("", "", Outcome.MOVED, spares=2, mix=Mix.PLANNED)
+_RACK = Cell("", "", spares=2, mix=Mix.PLANNED)
+_BORROW = Cell("", "", Outcome.HELD, spares=2, mix=Mix.PLANNED)
 _BUG = Cell("", "", Outcome.FAILED, spares=1, mix=Mix.USER)
 _ODD = Cell("", "", Outcome.LIVE, spares=1, mix=Mix.USER)
 
@@ -139,6 +143,12 @@ CATALOGUE: tuple[Cell, ...] = (
     *_cells("bystander_dies", ("attach", "reform", "transfer", "resume"), _MOVE_TWO),
     *_cells("orchestrator_killed_moving", ("warm", "agree", "quiesce", "reform", "resume"), _MOVE),
     *_cells("agent_killed_moving", ("attach", "reform", "resume"), _MOVE),
+    *_cells("rack", (RANDOM,), _RACK),
+    *_cells("taint_storm", (RANDOM,), _MOVE_TWO),
+    *_cells("imminent_dies", ("attach", "reform", "resume"), _MOVE),
+    *_cells("go_home", (RANDOM,), _MOVE_TWO),
+    *_cells(LOAN, ("drain",), _MOVE_TWO),
+    *_cells(LOAN, ("node_lost", "lenders_node_lost", "orchestrator_killed"), _BORROW),
     *_cells("hold", ("no_spare",), _HOLD),
     *_cells("hold_timeout", ("no_spare",), _SAVE),
     *_cells("sigterm", ("healthy", "reform"), _SAVE),

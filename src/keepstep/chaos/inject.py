@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.chaos.faults import RANDOM, Fault
+from keepstep.chaos.lender import Lender
 from keepstep.chaos.network import Network
+from keepstep.chaos.places import Places
 from keepstep.chaos.plans import Plans
 from keepstep.chaos.sight import Sight
-from keepstep.chaos.strike import Strike
+from keepstep.chaos.strike import Missed, Strike
 from keepstep.cli.cluster import LocalCluster
-from keepstep.errors import Permanent, Transient
+from keepstep.errors import Transient
 
 RETURN_SECONDS = 5.0
 """A lost node comes back after this long."""
@@ -29,10 +31,6 @@ CLAIM_SECONDS_MAX = 20.0
 """How long a failpoint may wait to be reached. A step takes a fraction of a second."""
 HOLD_SECONDS = 2.0
 """How long survivors are left holding before a node returns."""
-
-
-class Missed(Permanent):
-    """The window did not come: the process never reached its failpoint."""
 
 
 @dataclass(slots=True)
@@ -50,7 +48,12 @@ class Injector:
     """Breaks things on one cluster."""
 
     def __init__(
-        self, cluster: LocalCluster, network: Network | None, failpoints: Path, sight: Sight
+        self,
+        cluster: LocalCluster,
+        network: Network | None,
+        failpoints: Path,
+        sight: Sight,
+        lender: Lender | None = None,
     ) -> None:
         self._cluster = cluster
         self._network = network
@@ -84,6 +87,7 @@ class Injector:
             "sigterm": self._sigterm,
             "both_homes_lost": self._both_homes_lost,
             **Plans(cluster, sight, self).kinds(),
+            **Places(cluster, sight, self, lender).kinds(),
         }
 
     def strike(self, fault: Fault) -> Strike:
@@ -144,7 +148,7 @@ class Injector:
         node = self._sight.node_of(fault.rank)
         if fault.cell.window != RANDOM:
             self.claimed(self.arm(fault.rank, fault.cell.window, "pause"))
-        return Strike(self._lose(node))
+        return Strike(self.lose(node))
 
     def _silent_node(self, fault: Fault) -> Strike:
         """Cut the node's network. With a window: exactly there, and then let the rank go on."""
@@ -303,9 +307,9 @@ class Injector:
         job = self._sight.job_now()
         seated = {str(seat["node"]) for seat in job["seats"]}
         for node in sorted(self._cluster.nodes.keys() - seated):
-            self._lose(node, held=True)
-        self._until(lambda: self._sight.job_now()["spares"]["standbys"] == [], "no spare is left")
-        return Strike(self._lose(self._sight.node_of(fault.rank), held=True))
+            self.lose(node, held=True)
+        self.until(lambda: self._sight.job_now()["spares"]["standbys"] == [], "no spare is left")
+        return Strike(self.lose(self._sight.node_of(fault.rank), held=True))
 
     def _sigterm(self, fault: Fault) -> Strike:
         job = str(self._sight.job_now()["id"])
@@ -321,7 +325,7 @@ class Injector:
 
     def _both_homes_lost(self, fault: Fault) -> Strike:
         """A rank's node and the node that mirrors its private state, at the same moment."""
-        self._until(lambda: self._sight.job_now()["published"]["step"] >= 0, "a checkpoint")
+        self.until(lambda: self._sight.job_now()["published"]["step"] >= 0, "a checkpoint")
         job = self._sight.job_now()
         mirror = (fault.rank + int(job["mirror_stride"])) % int(job["world"])
         nodes = [str(job["seats"][rank]["node"]) for rank in (fault.rank, mirror)]
@@ -331,7 +335,7 @@ class Injector:
             self._cluster.freeze_node(node)
         at = time.monotonic()
         for node in nodes:
-            self._lose(node)
+            self.lose(node)
         return Strike(at)
 
     # ------------------------------------------------------------ failpoints and nodes
@@ -370,16 +374,16 @@ class Injector:
         due = time.monotonic() + RETURN_SECONDS
         self.away.append(Away(node, due, self._cluster.return_node))
 
-    def _lose(self, node: str, *, held: bool = False) -> float:
+    def lose(self, node: str, *, held: bool = False) -> float:
         at = time.monotonic()
         self._cluster.lose_node(node)
         self.away.append(Away(node, at + RETURN_SECONDS, self._cluster.return_node, held))
         return at
 
     def _until_state(self, state: str) -> None:
-        self._until(lambda: self._sight.job_now()["state"] == state, f"the job is {state}")
+        self.until(lambda: self._sight.job_now()["state"] == state, f"the job is {state}")
 
-    def _until(self, holds: Callable[[], bool], what: str, seconds_max: float = 60.0) -> None:
+    def until(self, holds: Callable[[], bool], what: str, seconds_max: float = 60.0) -> None:
         deadline = time.monotonic() + seconds_max
         while not holds():
             if time.monotonic() > deadline:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from keepstep.errors import Permanent
+
+
+class Missed(Permanent):
+    """The window did not come: the process never reached its failpoint."""
 
 
 @dataclass(slots=True)
@@ -25,3 +31,11 @@ class Strike:
     """Once empty, they are switched off: nobody may notice."""
     lost: str = ""
     """A node that was taken away by the way, and has to come back."""
+    untaint: tuple[str, ...] = ()
+    """Places that may be used again afterwards."""
+    home: dict[int, str] = field(default_factory=dict)
+    """Ranks that have to be on these nodes in the end."""
+    loans: int = -1
+    """A loan beyond these many has to be made, and repaid; -1: no loan is asked for."""
+    one_incident: bool = False
+    """However many fall, it is one fault."""
