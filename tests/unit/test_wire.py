@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import typing
+from enum import Enum
 
 import pytest
 from hypothesis import example, given
@@ -11,15 +12,13 @@ from hypothesis import strategies as st
 
 from keepstep import codec, wire
 from keepstep.errors import WireError
-from keepstep.model import JobSpec, Phase, Policy, Sign
+from keepstep.model import JobSpec, Policy
 
 SCALARS: dict[object, st.SearchStrategy[object]] = {
     str: st.text(max_size=8),
     int: st.integers(-(2**40), 2**40),
     float: st.floats(allow_nan=False, allow_infinity=False),
     bool: st.booleans(),
-    Phase: st.sampled_from(Phase),
-    Sign: st.sampled_from(Sign),
 }
 
 
@@ -29,6 +28,8 @@ def anything(kind: object) -> st.SearchStrategy[object]:
         return anything(kind.__supertype__)
     if kind in SCALARS:
         return SCALARS[kind]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return st.sampled_from(kind)
     arguments = typing.get_args(kind)
     match typing.get_origin(kind):
         case origin if origin is tuple:
