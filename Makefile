@@ -131,6 +131,11 @@ bench: ## every benchmark; raw results go to bench/results
 docs: ## check the documents: links resolve, decisions have all their parts
 	$(BOUND) 120 $(PY) -m pytest -q tests/unit/test_style.py -k 'document or decision or link'
 
+.PHONY: openapi
+openapi: ## write docs/openapi.json from the orchestrator's routes
+	$(BOUND) 60 $(PY) -m keepstep.orchestrator.openapi > docs/openapi.json.new
+	mv docs/openapi.json.new docs/openapi.json
+
 .PHONY: demo
 demo: ## a rank is killed before your eyes; about a minute, no GPU
 	$(BOUND_TTY) 600 $(BIN)/keepstep demo

@@ -16,13 +16,15 @@ import dataclasses
 import difflib
 import inspect
 import os
+import shlex
 import sys
 import textwrap
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from keepstep.errors import ConfigError
 
@@ -67,17 +69,20 @@ class OrchestratorConfig:
     """Open connections: 12,500 agents and some operators. Beyond it a client is told to wait."""
     history_entries_max: int = 1000
     """Recent decisions kept in memory for a client of /v1/events that reconnects."""
+    alerts_file: str = ""
+    """Which alerts of Alertmanager mean which taints: a TOML file, read and checked at the start;
+    see docs/examples/alerts.toml. Without one no alert means anything here."""
 
     def __post_init__(self) -> None:
-        _need(self.journal_synchronous in ("full", "normal"), "journal_synchronous: full or normal")
-        _ordered(self, "tick_busy_seconds", "tick_seconds")
-        _ordered(self, "late_seconds_max", "silent_seconds_max")
-        _need(
+        need(self.journal_synchronous in ("full", "normal"), "journal_synchronous: full or normal")
+        ordered(self, "tick_busy_seconds", "tick_seconds")
+        ordered(self, "late_seconds_max", "silent_seconds_max")
+        need(
             3 * self.pulse_seconds <= self.silent_seconds_max,
             f"pulse_seconds ({self.pulse_seconds}) must fit three times into silent_seconds_max "
             f"({self.silent_seconds_max}): one lost message must not look like a lost node",
         )
-        _positive(self)
+        positive(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +107,43 @@ class LauncherConfig:
     """How often the launcher asks for the job's state."""
 
     def __post_init__(self) -> None:
-        _positive(self)
-        _ordered(self, "restart_seconds_min", "restart_seconds_max")
-        _ordered(self, "restart_seconds_max", "ready_seconds_max")
-        _ordered(self, "follow_seconds", "unreachable_seconds_max")
+        positive(self)
+        ordered(self, "restart_seconds_min", "restart_seconds_max")
+        ordered(self, "restart_seconds_max", "ready_seconds_max")
+        ordered(self, "follow_seconds", "unreachable_seconds_max")
 
 
-C = TypeVar("C", OrchestratorConfig, LauncherConfig)
-SECTIONS: tuple[type[Any], ...] = (OrchestratorConfig, LauncherConfig)
-OTHER_SECTIONS = ("agent",)
-"""Sections that other processes read from the same file; not ours to judge."""
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """Settings of the agents, beside what their command line says of each node."""
+
+    SECTION: ClassVar[str] = "agent"
+
+    health_program: str = ""
+    """A command of yours that says whether its node is well: exit code 0 well, 1 avoid, 2 leave,
+    3 imminent. It is split as a shell would, and run without one."""
+    health_seconds: float = 30.0
+    """From one start of it to the next. A device that announces its end does so minutes before."""
+    health_seconds_max: float = 20.0
+    """One that runs longer is killed with its children, and has said nothing: a probe that hangs
+    proves no fault of the devices that train."""
+
+    def __post_init__(self) -> None:
+        positive(self)
+        self.health_command()
+
+    def health_command(self) -> tuple[str, ...]:
+        """The program and its arguments; empty without one."""
+        try:
+            words = tuple(shlex.split(self.health_program))
+        except ValueError as error:
+            raise ConfigError(f"health_program: {error}; close each quotation mark") from error
+        need(all("\0" not in word for word in words), "health_program: leave out the zero byte")
+        return words
+
+
+C = TypeVar("C", OrchestratorConfig, LauncherConfig, AgentSettings)
+SECTIONS: tuple[type[Any], ...] = (OrchestratorConfig, LauncherConfig, AgentSettings)
 
 
 def load(kind: type[C], path: Path | None, environ: Mapping[str, str]) -> C:
@@ -124,20 +156,25 @@ def load(kind: type[C], path: Path | None, environ: Mapping[str, str]) -> C:
 
 
 def _from_file(kind: type[C], path: Path) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; check --config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-    known = [section.SECTION for section in SECTIONS] + list(OTHER_SECTIONS)
+    document = read_toml(path, "--config")
+    known = [section.SECTION for section in SECTIONS]
     for section in document:
         if section not in known:
-            raise ConfigError(f"{path}: unknown section [{section}]; {_nearest(section, known)}")
+            raise ConfigError(f"{path}: unknown section [{section}]; {nearest(section, known)}")
     table = document.get(kind.SECTION, {})
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {kind.SECTION} is a section: write [{kind.SECTION}]")
-    return {key: _checked(kind, key, value, str(path)) for key, value in table.items()}
+    return {key: checked(kind, key, value, str(path)) for key, value in table.items()}
+
+
+def read_toml(path: Path, option: str) -> dict[str, Any]:
+    """A TOML file that was named by a command line's option."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; check {option}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
 def _from_environ(kind: type[C], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -146,49 +183,62 @@ def _from_environ(kind: type[C], environ: Mapping[str, str]) -> dict[str, Any]:
     for name, text in environ.items():
         if name.startswith(prefix):
             key = name.removeprefix(prefix).lower()
-            found[key] = _checked(kind, key, text, name)
+            found[key] = checked(kind, key, text, name)
     return found
 
 
-def _checked(kind: type[Any], key: str, value: object, where: str) -> object:
+def checked(kind: type[Any], key: str, value: object, where: str) -> object:
     """The value in its field's type. Text from the environment is read as the field's type."""
-    fields = {field.name: field.type for field in dataclasses.fields(kind)}
-    if key not in fields:
-        raise ConfigError(f"{where}: unknown setting {key!r}; {_nearest(key, list(fields))}")
-    wanted = str(fields[key])
-    readers: dict[str, Callable[[str], object]] = {"int": int, "float": float, "str": str}
+    known = [field.name for field in dataclasses.fields(kind)]
+    if key not in known:
+        raise ConfigError(f"{where}: unknown setting {key!r}; {nearest(key, known)}")
+    wanted: Any = get_type_hints(kind)[key]
+    if issubclass(wanted, Enum):
+        return _choice(wanted, key, value, where)
+    if wanted is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: {key} is {value!r}; give true or false")
+        return value
     if isinstance(value, str):
         try:
-            return readers[wanted](value)
+            return wanted(value)
         except ValueError:
-            raise ConfigError(f"{where}: {key} is {value!r}; give a number ({wanted})") from None
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and wanted != "str"
-    if not fits or (wanted == "int" and isinstance(value, float)):
-        raise ConfigError(f"{where}: {key} is {value!r}; give {wanted}")
-    return readers[wanted](str(value))
+            name = wanted.__name__
+            raise ConfigError(f"{where}: {key} is {value!r}; give a number ({name})") from None
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and wanted is not str
+    if not fits or (wanted is int and isinstance(value, float)):
+        raise ConfigError(f"{where}: {key} is {value!r}; give {wanted.__name__}")
+    return wanted(value)
 
 
-def _nearest(word: str, known: list[str]) -> str:
+def _choice(wanted: type[Enum], key: str, value: object, where: str) -> Enum:
+    known = [str(member.value) for member in wanted]
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"{where}: {key} is {value!r}; give one of: {', '.join(known)}")
+    return wanted(value)
+
+
+def nearest(word: str, known: list[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(sorted(known))}"
 
 
-def _need(holds: bool, fix: str) -> None:
+def need(holds: bool, fix: str) -> None:
     if not holds:
         raise ConfigError(fix)
 
 
-def _positive(config: object) -> None:
+def positive(config: object) -> None:
     assert dataclasses.is_dataclass(config)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if isinstance(value, int | float):
-            _need(value > 0, f"{field.name} is {value}; it must be above zero")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            need(value > 0, f"{field.name} is {value}; it must be above zero")
 
 
-def _ordered(config: object, smaller: str, larger: str) -> None:
+def ordered(config: object, smaller: str, larger: str) -> None:
     low, high = getattr(config, smaller), getattr(config, larger)
-    _need(low <= high, f"{smaller} ({low}) must not be above {larger} ({high})")
+    need(low <= high, f"{smaller} ({low}) must not be above {larger} ({high})")
 
 
 def explanations(kind: type[Any]) -> dict[str, str]:
@@ -214,10 +264,20 @@ def explain() -> str:
         reasons = explanations(kind)
         lines += [f"# {kind.__doc__}", f"[{kind.SECTION}]", ""]
         for field in dataclasses.fields(kind):
-            lines += [f"# {line}" for line in textwrap.wrap(reasons[field.name], 96)]
-            value = f'"{field.default}"' if isinstance(field.default, str) else field.default
-            lines += [f"{field.name} = {value}", ""]
+            lines += commented(field.name, field.default, reasons[field.name])
     return "\n".join(lines)
+
+
+def commented(name: str, value: object, reason: str) -> list[str]:
+    """One setting with its reason, as lines of TOML."""
+    return [*(f"# {line}" for line in textwrap.wrap(reason, 96)), f"{name} = {toml(value)}", ""]
+
+
+def toml(value: object) -> str:
+    """A plain value as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 if __name__ == "__main__":

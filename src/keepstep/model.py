@@ -24,6 +24,9 @@ EXIT_REQUEUE = 75
 
 TAINT_SECONDS = 24 * 3600.0
 """How long a taint lasts unless told otherwise: enough for somebody to look at the device."""
+TAINT_SECONDS_MAX = 365 * 24 * 3600.0
+REASON_CHARS_MAX = 500
+"""Of a taint's reason: it stands in lists, logs and on the page."""
 
 
 class Phase(StrEnum):
@@ -74,6 +77,16 @@ class Severity(StrEnum):
     """Who is there moves now: the place is about to fail."""
 
 
+class Mode(StrEnum):
+    """What Keepstep does about a job's faults."""
+
+    ACT = "act"
+    """Ranks move, and the job goes on."""
+    OBSERVE = "observe"
+    """What would be done is written down, and nothing is done: the job fares as under torchrun
+    without restarts."""
+
+
 class Unit(StrEnum):
     """What is replaced as a whole when one rank of it fails."""
 
@@ -117,6 +130,9 @@ class JobState(StrEnum):
 class Policy:
     """What a job's owner may decide about faults. Seconds, each with its reason."""
 
+    mode: Mode = Mode.ACT
+    """Whether faults are acted upon, or Keepstep only writes down what it would do: the way to get
+    to know it."""
     hold_seconds_max: float = 600.0
     """How long survivors wait for a spare before they save and leave: a reboot fits in."""
     silent_seconds_max: float = 3.5
@@ -131,12 +147,12 @@ class Policy:
     """How long the brain collects the nodes' stall reports before it names a laggard."""
     startup_seconds_max: float = 600.0
     """From the start of a worker to its first step: imports, data, compilation."""
-    quiesce_seconds_max: float = 30.0
-    """A survivor that has not left its step by then is replaced too."""
-    reform_seconds_max: float = 30.0
-    """For re-forming, transfer and verification together, beside the bytes to move."""
-    transfer_bytes_per_second_min: float = 50e6
-    """The slowest link that the transfer budget allows for."""
+    budget_seconds_min: float = 5.0
+    """What a phase of a migration may take at least; whoever is later is replaced. Healthy ranks
+    need well under a second, a starved machine a few."""
+    budget_steps: float = 10.0
+    """And at least this many median steps of the job: a rank in the middle of a long step is well.
+    Where state moves, its bytes at half the measured bandwidth come on top."""
     transfer_attempts_max: int = 3
     """How many sources are tried before state counts as lost."""
     recoveries_max: int = 16

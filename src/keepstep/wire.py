@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from keepstep import codec
 from keepstep.errors import WireError
 from keepstep.model import (
+    TAINT_SECONDS,
     Endpoint,
     Generation,
     JobId,
@@ -28,6 +29,7 @@ from keepstep.model import (
     Phase,
     Rank,
     Seat,
+    Severity,
     Sign,
     Term,
 )
@@ -159,7 +161,11 @@ class SeatReport:
     """True in the first step or two of a run: the engine has not laid out its buckets for good, so
     no joiner could sum in the same order. No step is committed by then: start anew."""
     step_seconds: float = 0.0
-    """How long its steps take; in AGREE."""
+    """Its median step; in AGREE, QUIESCE and RESUME. 0: it has made none yet."""
+    moved_bytes: int = 0
+    """What it received; in VERIFY."""
+    moved_seconds: float = 0.0
+    """How long that took, from the first byte to the last digest."""
     busy_seconds: float = 0.0
     """Above zero: not done yet, but declared busy for at most this long; budgets wait for it."""
     problem: str = ""
@@ -203,6 +209,20 @@ class Publish:
     step: int
     path: str
     request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What the operator's health program says of its node: its newest word replaces the others."""
+
+    node: NodeId
+    severity: Severity | None
+    """None: nothing is wrong."""
+    reason: str = ""
+    slot: int = -1
+    """-1: the whole node."""
+    seconds: float = TAINT_SECONDS
+    """How long the word holds unless it is said again."""
 
 
 # ---------------------------------------------------------------- orchestrator -> agent
@@ -472,6 +492,7 @@ _KINDS: dict[str, type] = {
         PhaseReport,
         StandbyReport,
         Publish,
+        Health,
         Order,
         Published,
         Pulse,

@@ -35,6 +35,7 @@ from keepstep.model import (
     Policy,
     Rank,
     Seat,
+    Severity,
     Sign,
     Term,
 )
@@ -697,6 +698,106 @@ async def test_a_stop_ends_everything_and_sweeps_the_rings(here: World) -> None:
     await eventually(lambda: here.records() == [])
     await eventually(lambda: not ring_path(here.room / JOB, 0, 0).exists())
     assert all(process.probe(pid) is None for pid in pids)
+
+
+PROBE = """#!/bin/sh
+echo a run >> "$1/runs"
+read code < "$1/code"
+test "$code" = hang && { sleep 600 & echo $! > "$1/child"; echo $$ > "$1/hung"; wait; }
+echo "of $KEEPSTEP_NODE"
+echo "slot=1 ecc errors"
+exit "$code"
+"""
+
+
+def install_probe(here: World) -> None:
+    """A health program that ends with whatever the test wrote last."""
+    probe = here.directory / "probe.sh"
+    probe.write_text(PROBE, encoding="utf-8")
+    probe.chmod(0o755)
+    here.environment["KEEPSTEP_AGENT_HEALTH_PROGRAM"] = f"'{probe}' {here.directory}"
+    here.environment["KEEPSTEP_AGENT_HEALTH_SECONDS"] = "0.05"
+
+
+def set_probe(here: World, code: str) -> None:
+    fresh = here.directory / "code.new"
+    fresh.write_text(f"{code}\n", encoding="utf-8")
+    fresh.replace(here.directory / "code")
+
+
+def ended(pid: int) -> bool:
+    """Dead, whether or not somebody has reaped it."""
+    reading = process.probe(pid)
+    return reading is None or reading.state == "Z"
+
+
+@scene
+async def test_a_health_program_is_told_when_it_changes_and_after_a_reconnect(
+    here: World,
+) -> None:
+    install_probe(here)
+    set_probe(here, "0")
+    await here.start_agent()
+    await here.orchestrator.until(wire.Health, lambda m: m.severity is None)
+    set_probe(here, "3")
+    _, told = await here.orchestrator.until(wire.Health, lambda m: m.severity is not None)
+    assert told == wire.Health(NODE, Severity.IMMINENT, "ecc errors", 1, told.seconds)
+    assert told.seconds == 200.0
+    # A program that fails says nothing, and so does not take its word back.
+    set_probe(here, "9")
+    await eventually(lambda: "it ended with 9" in (here.directory / "agent.err").read_text())
+    runs = len((here.directory / "runs").read_text().split("\n"))
+    await eventually(lambda: len((here.directory / "runs").read_text().split("\n")) > runs + 3)
+    said = [m for _, m in here.orchestrator.heard if isinstance(m, wire.Health)]
+    assert [m.severity for m in said] == [None, Severity.IMMINENT]
+    # A new orchestrator hears it with the greeting.
+    since = len(here.orchestrator.heard)
+    assert here.orchestrator.writer is not None
+    here.orchestrator.writer.close()
+    _, again = await here.orchestrator.until(wire.Health, since=since)
+    assert again == told
+    set_probe(here, "0")
+    await here.orchestrator.until(wire.Health, lambda m: m.severity is None, since=since)
+
+
+@scene
+async def test_a_health_program_that_hangs_is_killed_with_its_children_and_says_nothing(
+    here: World,
+) -> None:
+    install_probe(here)
+    here.environment["KEEPSTEP_AGENT_HEALTH_SECONDS_MAX"] = "1"
+    set_probe(here, "hang")
+    await here.start_agent()
+    child = int(await eventually(lambda: (here.directory / "child").read_text()))
+    await eventually(lambda: "did not end within 1 s" in (here.directory / "agent.err").read_text())
+    await eventually(lambda: ended(child))
+    # The next run is a new one, and the agent served its stream meanwhile.
+    set_probe(here, "2")
+    _, told = await here.orchestrator.until(wire.Health)
+    assert told.severity is Severity.LEAVE
+
+
+@scene
+async def test_a_health_program_ends_with_its_agent_however_that_ends(here: World) -> None:
+    install_probe(here)
+    set_probe(here, "hang")
+    hung = here.directory / "hung"
+
+    async def start() -> int:
+        hung.unlink(missing_ok=True)
+        await here.start_agent()
+        return int(await eventually(lambda: hung.read_text()))
+
+    pid = await start()
+    here.agents[-1].terminate()
+    assert await here.agents[-1].wait() == 0
+    await eventually(lambda: ended(pid))
+    pid = await start()
+    await here.kill_agent()
+    # Nobody could end it; the next agent does.
+    assert not ended(pid)
+    await start()
+    await eventually(lambda: ended(pid))
 
 
 @pytest.mark.slow

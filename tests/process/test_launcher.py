@@ -29,7 +29,8 @@ import os, sys, time
 from pathlib import Path
 rank = os.environ["RANK"]
 print(f"rank {rank} of {os.environ['WORLD_SIZE']} starts", flush=True)
-Path(f"started-{rank}").touch()
+Path(f"starts-{rank}").write_text(str(os.getpid()))
+Path(f"starts-{rank}").rename(f"started-{rank}")
 if "raise" in sys.argv:
     raise ValueError("the user's own bug")
 while "wait" in sys.argv and not Path("go").exists():
@@ -139,6 +140,20 @@ def test_a_users_exception_ends_with_its_traceback_and_one(launch: Callable[...,
     launched = launch("--tee", "0", "job.py", "raise")
     assert launched.ends() == 1
     assert "ValueError: the user's own bug" in launched.said()
+
+
+def test_an_observed_job_ends_with_its_first_death_and_says_what_would_have_been_done(
+    launch: Callable[..., Launched], here: Path
+):
+    (here / "policy.toml").write_text('[job.j]\nmode = "observe"\n', encoding="utf-8")
+    launched = launch("--policy", "policy.toml", "--spares", "1", "job.py", "wait")
+    until(lambda: (here / "started-1").exists(), "the ranks")
+    os.kill(int((here / "started-1").read_text(encoding="utf-8")), signal.SIGKILL)
+    assert launched.ends() == 1
+    said = launched.said()
+    assert "rank 1 on " in said
+    assert "observe: would migrate rank 1 to the" in said
+    until(lambda: not marked_processes(launched.run_dir), "every process to be gone")
 
 
 def test_ctrl_c_stops_the_job_and_ends_with_130(launch: Callable[..., Launched], here: Path):

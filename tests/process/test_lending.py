@@ -13,7 +13,7 @@ from tests.process.test_planned import keepstep, steps_logged
 from tests.process.test_session import PLAIN_BODY, check_as_bare, loop
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
-BIG = loop(PLAIN_BODY, steps=600)
+BIG = loop(PLAIN_BODY, steps=1500)
 SMALL = loop(PLAIN_BODY, steps=400)
 
 
@@ -54,7 +54,7 @@ def test_a_parked_lender_goes_on_bit_for_bit_and_the_account_says_so(tmp_path: P
         assert sorted(outcomes) == ["parked", "resumed"]
     check_as_bare(tmp_path / "big", BIG, world=2)
     check_as_bare(tmp_path / "small", SMALL, world=2)
-    assert steps_logged(tmp_path / "big") == list(range(600))
+    assert steps_logged(tmp_path / "big") == list(range(1500))
     assert steps_logged(tmp_path / "small") == list(range(400))
 
 

@@ -40,6 +40,7 @@ class Process:
 
     def __init__(self, directory: Path, name: str = "one", **settings: str) -> None:
         self.directory = directory
+        self.options: tuple[str, ...] = ()
         self.port_file = directory / f"{name}.port"
         self.log = directory / f"{name}.log"
         self.settings = settings
@@ -55,6 +56,7 @@ class Process:
                     *("--journal", str(self.directory / "journal.db")),
                     *("--token-file", str(self.directory / "token")),
                     *("--port-file", str(self.port_file)),
+                    *self.options,
                 ),
                 env={**os.environ, "PYTHONPATH": str(SRC), **self.settings},
                 stdout=log,
@@ -270,7 +272,7 @@ def test_a_move_is_asked_for_once_however_often_the_request_comes(one: Process):
         ("/v1/jobs/job/migrate", {"ranks": [0]}, 409, "does not run"),
         ("/v1/nodes/n9/drain", {}, 404, "there are: n0"),
         ("/v1/nodes/n0/drain", {"when": "now"}, 400, "known are: why, dry_run"),
-        ("/v1/taints", {"node": "n0"}, 400, "needs a reason"),
+        ("/v1/taints", {"node": "n0"}, 400, "reason is missing"),
         ("/v1/taints", {"node": "n0", "reason": "x", "severity": "bad"}, 400, "avoid, leave"),
         ("/v1/taints", {"node": "n0", "reason": "x", "slot": 7}, 404, "its slots are 0 to 1"),
         ("/v1/taints", {"node": "n0", "reason": "x", "seconds": -1}, 400, "more than 0"),
@@ -300,6 +302,138 @@ def test_taints_are_kept_shown_and_taken_back(one: Process):
     assert (taint["place"], taint["reason"], taint["source"]) == ("n0/1", "XID 79", "dcgm")
     assert one.client.untaint({"node": "n0", "slot": 1})["changed"]
     assert one.client.taints()["taints"] == []
+
+
+def test_a_freeze_is_kept_over_a_restart_and_ends_with_unfreeze(one: Process):
+    assert one.client.cluster()["frozen"] is None
+    told = one.client.freeze({"why": "a switch", "dry_run": True})
+    assert told["changed"]
+    assert one.client.cluster()["frozen"] is None, "a dry run changes nothing"
+    assert one.client.freeze({"why": "a switch"})["changed"]
+    assert not one.client.freeze({"why": "again"})["changed"]
+    one.kill()
+    one.start()
+    assert one.client.cluster()["frozen"]["why"] == "a switch"
+    assert one.client.unfreeze({})["changed"]
+    assert one.client.cluster()["frozen"] is None
+    with pytest.raises(Refusal, match="unknown field"):
+        one.client.freeze({"node": "n0"})
+
+
+ALERTS = """
+[alert.GpuXid]
+severity = "imminent"
+node_label = "Hostname"
+slot_label = "gpu"
+reason = "XID {xid}"
+"""
+
+
+def alerts_of(*alerts: tuple[str, str, str]) -> dict[str, object]:
+    """A payload as Alertmanager sends it: (status, alert, gpu) each."""
+    return {
+        "version": "4",
+        "groupKey": "{}:{alertname='GpuXid'}",
+        "status": "firing",
+        "receiver": "keepstep",
+        "alerts": [
+            {
+                "status": status,
+                "labels": {"alertname": name, "Hostname": "n0:9400", "gpu": gpu, "xid": "79"},
+                "annotations": {},
+                "startsAt": "2026-01-01T00:00:00Z",
+                "endsAt": "0001-01-01T00:00:00Z",
+                "fingerprint": f"{name}{gpu}",
+            }
+            for status, name, gpu in alerts
+        ],
+    }
+
+
+def test_an_alert_taints_a_device_until_it_is_resolved_and_an_operators_word_stays(
+    tmp_path: Path,
+):
+    (tmp_path / "alerts.toml").write_text(ALERTS, encoding="utf-8")
+    process = Process(tmp_path)
+    process.options = ("--alerts", str(tmp_path / "alerts.toml"))
+    process.start()
+    path = "/v1/webhooks/alertmanager"
+    try:
+        agent = FakeAgent(process.port, "n0")
+        agent.until(wire.Pulse)
+        process.client.taint({"node": "n0", "slot": 1, "reason": "look at it"})
+        firing = alerts_of(
+            ("firing", "GpuXid", "1"), ("firing", "GpuXid", "7"), ("firing", "X", "1")
+        )
+        status, answer = ask(process, path, firing)
+        assert status == 200
+        done = answer["alerts"]
+        assert isinstance(done, list)
+        assert [(one["place"], one["changed"]) for one in done] == [
+            ("n0/1", True),
+            (None, False),
+            (None, False),
+        ]
+        assert "n0 has no slot 7" in done[1]["why"]
+        assert done[2]["why"] == "no mapping for X: ignored"
+        assert '"why":"no mapping for X: ignored"' in process.log.read_text(encoding="utf-8")
+        # What was tainted stays so under the next leader, which reads the mapping again.
+        process.kill()
+        process.start()
+        told = [
+            (t["source"], t["severity"], t["reason"]) for t in process.client.taints()["taints"]
+        ]
+        assert told == [
+            ("alertmanager/GpuXid", "imminent", "XID 79"),
+            ("operator", "avoid", "look at it"),
+        ]
+        for changed in (True, False):
+            _, answer = ask(process, path, alerts_of(("resolved", "GpuXid", "1")))
+            assert isinstance(answer["alerts"], list)
+            assert answer["alerts"][0]["changed"] is changed
+        assert [t["source"] for t in process.client.taints()["taints"]] == ["operator"]
+        status, answer = ask(process, path, {"alerts": []})
+        assert status == 400
+        assert "version '4'" in str(answer["error"])
+    finally:
+        process.kill()
+
+
+def test_a_bad_mapping_of_alerts_is_refused_at_the_start(tmp_path: Path):
+    (tmp_path / "alerts.toml").write_text('[alert.X]\nseverity = "bad"\n', encoding="utf-8")
+    (tmp_path / "token").write_text(TOKEN, encoding="utf-8")
+    command = [sys.executable, "-m", "keepstep.orchestrator", "--journal", str(tmp_path / "j.db")]
+    done = subprocess.run(
+        [*command, "--token-file", str(tmp_path / "token")],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SRC),
+            "KEEPSTEP_ORCHESTRATOR_ALERTS_FILE": str(tmp_path / "alerts.toml"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "[alert.X]: no severity is called 'bad'; known are: avoid" in done.stderr
+
+
+def test_what_would_happen_is_told_and_does_not(one: Process):
+    agents = [FakeAgent(one.port, f"n{i}") for i in range(2)]
+    one.client.submit(spec())
+    for agent in agents:
+        agent.beat()
+    answer = one.client.policy(JOB)
+    assert answer["policy"]["hold_seconds_max"] == {"value": 600.0, "default": 600.0}
+    assert [found["fault"] for found in answer["forecasts"]] == ["rank:0", "node:n0"]
+    assert answer["budgets"]["quiesce"]["seconds"] == 600.0, "no step is known yet"
+    (found,) = one.client.policy(JOB, ["drain:n1"])["forecasts"]
+    assert found["says"] == ["node n1 is drained: a drain"]
+    assert one.client.cluster()["nodes"]["n1"]["drained"] is None
+    with pytest.raises(Refusal, match="its ranks are 0 to 0") as refused:
+        one.client.policy(JOB, ["rank:7"])
+    assert refused.value.status == 400
 
 
 def test_a_deposed_leader_ends_and_its_orders_with_it(one: Process, tmp_path: Path):

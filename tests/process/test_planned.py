@@ -68,6 +68,41 @@ def test_a_rank_moves_to_another_slot_of_its_node(tmp_path: Path) -> None:
     assert steps_logged(tmp_path) == list(range(300))
 
 
+PROBE = """#!/bin/sh
+test "$KEEPSTEP_NODE" = n0 && test -e "$1" || exit 0
+echo "slot=1 row remap pending"
+exit 3
+"""
+
+
+def test_a_rank_leaves_a_device_that_the_health_program_condemns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Long enough for a taint, a move and the end of the taint, also where many share the cores.
+    script = loop(PLAIN_BODY, steps=1200)
+    probe, bad = tmp_path / "probe.sh", tmp_path / "bad"
+    probe.write_text(PROBE)
+    probe.chmod(0o755)
+    monkeypatch.setenv("KEEPSTEP_AGENT_HEALTH_PROGRAM", f"{probe} {bad}")
+    monkeypatch.setenv("KEEPSTEP_AGENT_HEALTH_SECONDS", "0.2")
+    with SmallJob(tmp_path, script, slots=(2, 2), ranks_per_node=2, spares=1) as job:
+        job.wait_ready()
+        job.wait_step(1, 20)
+        assert job.cluster.client.taints()["taints"] == []
+        bad.touch()
+        job.wait(lambda j: j["seats"][1]["node"] == "n1" and not j["migration"], "the move")
+        (taint,) = job.cluster.client.taints()["taints"]
+        said = (taint["place"], taint["severity"], taint["source"], taint["reason"])
+        assert said == ("n0/1", "imminent", "health", "row remap pending")
+        bad.unlink()
+        job.cluster.wait_until(lambda picture: not picture["taints"], 60.0, "no taint any more")
+        assert job.end()["exit_code"] == 0
+        (incident,) = job.incidents()
+    assert incident["outcome"] == "moved"
+    check_as_bare(tmp_path, script, world=2)
+    assert steps_logged(tmp_path) == list(range(1200))
+
+
 def test_a_node_with_several_ranks_is_drained_by_one_migration(tmp_path: Path) -> None:
     with SmallJob(tmp_path, SCRIPT, slots=(2, 2, 2), nodes=2, ranks_per_node=2, spares=2) as job:
         job.wait_ready(2)

@@ -31,6 +31,10 @@ def test_seeds_that_once_failed(seed: int):
     assert simulate.run_seed(seed, planned_moves=False).outcome == "finished"
 
 
+def test_a_worker_that_an_agent_did_not_find_is_not_its_successor():
+    assert simulate.run_seed(5285).outcome == "finished"
+
+
 def test_a_seed_is_the_same_run_every_time():
     assert simulate.run_seed(7) == simulate.run_seed(7)
 

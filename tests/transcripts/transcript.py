@@ -122,6 +122,10 @@ class Player:
     def do_broken(self, plain, options):
         return self._observed(plain[0], Sign.BROKEN, {"detail": "connection-reset", **options})
 
+    def do_hang(self, plain, options):
+        """hang 1: a health program says so."""
+        return self._observed(plain[0], Sign.HANG, {"detail": "device-lost", **options})
+
     def do_store_lost(self, plain, options):
         return self.feed(wire.Observed(NodeId(plain[0]), self.focus, Sign.STORE_LOST))
 
@@ -140,7 +144,8 @@ class Player:
         return said
 
     def do_report(self, plain, options):
-        """report quiesce at=41 1=40 2=torn 3=corrupt except=2 only=0,1 g=3 problem2=words"""
+        """report quiesce at=41 1=40 2=torn 3=corrupt except=2 only=0,1 g=3 problem2=words
+        seconds=0.5 (a step) busy0=40"""
         phase = Phase(plain[0])
         at = int(options.get("at", -1))
         migration = self.job.migration
@@ -163,12 +168,25 @@ class Player:
         fresh = migration is not None and rank in migration.fresh
         if phase is Phase.QUIESCE and (fresh or what == "empty"):
             return wire.SeatReport(rank, problem=problem)
+        if f"busy{rank}" in options:
+            return wire.SeatReport(rank, busy_seconds=float(options[f"busy{rank}"]))
         boundary = int(what) if what.lstrip("-").isdigit() else at
         digest = f"bad-{rank}" if what == "corrupt" else f"good-{boundary}"
         entries = () if what == "lonely" else (boundary, boundary + 1)
         intact = what != "torn" and boundary >= 0
+        received = phase is Phase.VERIFY and migration is not None and rank in migration.joined
         return wire.SeatReport(
-            rank, boundary, intact, digest, entries, 100, step=boundary, problem=problem
+            rank,
+            boundary,
+            intact,
+            digest,
+            entries,
+            int(options.get("bytes", 100)),
+            step=boundary,
+            step_seconds=0.0 if phase is Phase.VERIFY else float(options.get("seconds", 1.0)),
+            moved_bytes=100 if received else 0,
+            moved_seconds=0.5 if received else 0.0,
+            problem=problem,
         )
 
     def do_migrate(self, plain, options):
@@ -186,20 +204,34 @@ class Player:
         return self.feed(events.UndrainAsked(NodeId(plain[0])))
 
     def do_taint(self, plain, options):
-        """taint n1 slot=0 severity=leave seconds=60"""
+        """taint n1 slot=0 severity=leave seconds=60 source=alertmanager/Hot reason=hot"""
         return self.feed(
             events.TaintAsked(
                 NodeId(plain[0]),
-                "bad-memory",
+                options.get("reason", "bad-memory"),
                 Severity(options.get("severity", "avoid")),
                 int(options.get("slot", -1)),
-                seconds=float(options.get("seconds", 3600)),
+                options.get("source", "operator"),
+                float(options.get("seconds", 3600)),
             )
         )
 
     def do_untaint(self, plain, options):
-        slot = int(options.get("slot", -1))
-        return self.feed(events.UntaintAsked(NodeId(plain[0]), slot))
+        slot, source = int(options.get("slot", -1)), options.get("source", "")
+        return self.feed(events.UntaintAsked(NodeId(plain[0]), slot, source=source))
+
+    def do_health(self, plain, options):
+        """health n1 imminent slot=0 reason=hot: what the node's health program says."""
+        node, word = plain
+        severity = None if word == "well" else Severity(word)
+        slot, reason = int(options.get("slot", -1)), options.get("reason", "ecc")
+        return self.feed(wire.Health(NodeId(node), severity, reason, slot, 300.0))
+
+    def do_freeze(self, plain, options):
+        return self.feed(events.FreezeAsked("a switch is replaced", options.get("request", "")))
+
+    def do_unfreeze(self, plain, options):
+        return self.feed(events.UnfreezeAsked(options.get("request", "")))
 
     def do_warm(self, plain, options):
         """warm 1 2: these ranks' targets are ready."""
@@ -229,15 +261,17 @@ class Player:
         return self.feed(events.NodeSilent(NodeId(plain[0])))
 
     def do_vouched(self, plain, options):
+        """vouched n1 after=50: at that moment its ranks are known to make steps."""
+        self.now += float(options.get("after", 0.0))
         return self.feed(events.NodeVouched(NodeId(plain[0])))
 
     def do_link(self, plain, options):
         return self.feed(events.LinkLost(NodeId(plain[0])))
 
     def do_wait(self, plain, options):
-        """wait 0.5: time passes, then a tick."""
+        """wait 0.5 late=0.4: time passes, then a tick, which our own loop may be late for."""
         self.now += float(plain[0])
-        return self.feed(events.Tick())
+        return self.feed(events.Tick(float(options.get("late", 0.0))))
 
     def do_stop(self, plain, options):
         return self.feed(events.StopAsked(self.focus, "SIGTERM", save="save" in plain))

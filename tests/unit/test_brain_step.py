@@ -6,8 +6,19 @@ from hypothesis import strategies as st
 
 from keepstep import wire
 from keepstep.errors import WireError
-from keepstep.model import Generation, JobId, JobSpec, JobState, NodeId, Phase, Rank, Sign, Term
-from keepstep.orchestrator import brain, events, placing, policy, state, view
+from keepstep.model import (
+    Generation,
+    JobId,
+    JobSpec,
+    JobState,
+    NodeId,
+    Phase,
+    Rank,
+    Severity,
+    Sign,
+    Term,
+)
+from keepstep.orchestrator import brain, events, placing, policy, slots, state, view
 from keepstep.orchestrator.state import Cause, Death, Taint
 
 JOB = JobId("train")
@@ -31,7 +42,9 @@ def running(nodes: int = 3, spare_count: int = 1, extra: int = 1) -> state.Clust
 def report(cluster: state.Cluster, phase: Phase, at: int, now: float = 1.0) -> None:
     job = cluster.jobs[JOB]
     for seat in job.roster.seats:
-        seat_report = wire.SeatReport(seat.rank, at, True, f"d{at}", (at,), step=at)
+        seat_report = wire.SeatReport(
+            seat.rank, at, True, f"d{at}", (at,), step=at, step_seconds=3.0
+        )
         brain.step(
             cluster, wire.PhaseReport(seat.node, JOB, job.generation, phase, (seat_report,)), now
         )
@@ -52,11 +65,16 @@ EVENTS = [
     wire.PhaseReport(NodeId("n"), JOB, Generation(1), Phase.VERIFY, (wire.SeatReport(Rank(0)),)),
     wire.StandbyReport(NodeId("n"), JOB, 0, 1, True),
     wire.Publish(NodeId("n"), JOB, Generation(1), Rank(0), 5, "p", "r"),
+    wire.Health(NodeId("n"), Severity.LEAVE, "hot", 1, 300.0),
+    wire.Health(NodeId("n"), None),
     events.Submitted(JobSpec(JOB, "t.py")),
     events.StopAsked(JOB, "why", True),
     events.NodeSilent(NodeId("n")),
     events.LinkLost(NodeId("n")),
+    events.FreezeAsked("why", "r1"),
+    events.UnfreezeAsked("r2"),
     events.Tick(),
+    events.Tick(0.7),
     events.TermBegan(Term(2)),
 ]
 
@@ -124,7 +142,7 @@ def best_spare(cluster):
 def test_a_tainted_device_is_never_chosen():
     cluster = running(nodes=2, spare_count=0, extra=1)
     for slot in range(2):
-        cluster.taints[f"n2/{slot}"] = Taint("bad memory", 0.0, 1e9)
+        state.put_taint(cluster, f"n2/{slot}", Taint("bad memory", 0.0, 1e9))
     choice = best_spare(cluster)
     assert choice is not None
     assert choice.node != "n2"
@@ -135,7 +153,7 @@ def test_a_tainted_device_is_never_chosen():
 def test_whatever_is_tainted_the_choice_is_not(tainted):
     cluster = running(nodes=3, spare_count=0, extra=1)
     for number in tainted:
-        cluster.taints[f"n{number // 2}/{number % 2}"] = Taint("bad", 0.0, 1e9)
+        state.put_taint(cluster, f"n{number // 2}/{number % 2}", Taint("bad", 0.0, 1e9))
     choice = best_spare(cluster)
     if choice is not None:
         assert choice.slot not in cluster.nodes[choice.node].uses
@@ -147,6 +165,48 @@ def test_a_standby_is_kept_on_a_node_without_ranks():
     cluster = running(nodes=2, spare_count=2, extra=2)
     homes = {standby.node for standby in cluster.jobs[JOB].standbys.values()}
     assert homes == {"n2", "n3"}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["operator", "alertmanager/Hot", "health"]),
+            st.none() | st.sampled_from(Severity),
+        ),
+        max_size=8,
+    )
+)
+def test_each_source_has_its_own_word_and_the_worst_comes_first(words):
+    cluster, place, holds = state.new_cluster("test"), "n0/1", {}
+    hello(cluster, 1)
+    for now, (source, severity) in enumerate(words):
+        event = events.UntaintAsked(NodeId("n0"), 1, source=source)
+        holds.pop(source, None)
+        if source == "health":
+            event = wire.Health(NodeId("n0"), severity, "bad", 1, 1e6)
+        elif severity is not None:
+            event = events.TaintAsked(NodeId("n0"), "bad", severity, 1, source, 1e6)
+        if severity is not None:
+            holds[source] = severity
+        brain.step(cluster, event, float(now))
+    found = cluster.taints.get(place, ())
+    assert {taint.source: taint.severity for taint in found} == holds
+    severities = [list(Severity).index(taint.severity) for taint in found]
+    assert severities == sorted(severities, reverse=True)
+    assert slots.tainted(cluster, NodeId("n0"), 1, 100.0) == bool(holds)
+    shown = view.node_view(cluster, cluster.nodes[NodeId("n0")])["uses"][1]["taint"]
+    assert shown == ("bad" if holds else None)
+
+
+def test_a_place_keeps_a_bounded_number_of_taints_and_the_worst_of_them():
+    cluster = state.new_cluster("test")
+    for number in range(40):
+        severity = Severity.IMMINENT if number == 20 else Severity.AVOID
+        state.put_taint(cluster, "n0", Taint("bad", 0.0, 1.0, severity, f"s{number:02}"))
+    kept = cluster.taints["n0"]
+    assert len(kept) == state.TAINTS_PER_PLACE_MAX
+    assert kept[0].source == "s20"
 
 
 def test_a_lost_standby_is_replaced_after_a_while():

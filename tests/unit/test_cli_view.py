@@ -29,6 +29,7 @@ def job(**more: Any) -> dict[str, Any]:
         "state": "running",
         "over": False,
         "since": 0.0,
+        "mode": "act",
         "generation": 3,
         "step": 10,
         "incidents": 1,
@@ -56,6 +57,7 @@ def picture(**more: Any) -> dict[str, Any]:
     return {
         "term": 2,
         "now": 100.0,
+        "frozen": None,
         "jobs": {"train": job()},
         "nodes": nodes,
         "incidents": [],
@@ -82,6 +84,16 @@ def test_a_drained_node_and_who_cannot_leave_it_are_told():
     assert "draining" in "\n".join(view.node_lines(seen))
     nodes["n1"]["empty"] = True
     assert "empty" in "\n".join(view.node_lines(seen))
+
+
+def test_a_frozen_cluster_and_a_job_that_is_only_observed_are_told():
+    frozen = {"why": "a switch is replaced", "since": 0.0}
+    seen = picture(frozen=frozen, jobs={"train": job(mode="observe")})
+    lines = view.status_lines(seen)
+    assert lines[1].startswith("FROZEN since ")
+    assert lines[1].endswith(": a switch is replaced")
+    assert "mode observe" in "\n".join(lines)
+    assert "FROZEN" not in "\n".join(view.status_lines(picture()))
 
 
 def test_a_planned_move_shows_its_own_phases():

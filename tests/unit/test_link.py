@@ -14,6 +14,7 @@ import pytest
 
 from keepstep import wire
 from keepstep.model import Generation, JobId, OrderId, Phase, Rank, Term
+from keepstep.training.inbox import Inbox
 from keepstep.training.link import Link
 
 JOB = JobId("job")
@@ -148,3 +149,12 @@ def test_it_closes_without_an_agent(link):
     link.start()
     link.close()
     assert "keepstep-link" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_whether_an_order_comes_is_known_without_taking_it():
+    inbox = Inbox(lambda: None, lambda message: None)
+    assert not inbox.comes(0.0)
+    order = wire.Order(Term(1), Generation(2), OrderId("o"), JOB, (), wire.Quiesce("save"))
+    threading.Timer(0.05, inbox.receive, (order,)).start()
+    assert inbox.comes(SECONDS_MAX)
+    assert inbox.take(0.0) == order

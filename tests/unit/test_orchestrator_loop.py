@@ -116,6 +116,20 @@ def test_a_step_that_changes_nothing_is_not_journaled(scene: Scene):
     assert scene.happened == []
 
 
+def test_a_tick_that_our_own_loop_is_late_for_says_so_and_moves_the_budgets(scene: Scene):
+    scene.feed(HELLO, SUBMITTED)
+    migration = scene.loop.cluster.jobs[JOB].migration
+    assert migration is not None
+    began = migration.phase_at
+    scene.clock.advance_to(scene.clock.now() + 60.0)
+    scene.happened.clear()
+    scene.feed(events.Tick())
+    assert scene.happened == ["on disk"], "a replay has to move them too"
+    assert migration.phase_at > began + 59.0
+    replayed, _ = scene.loop._restore()
+    assert state.fingerprint(replayed) == scene.print()
+
+
 def test_replaying_the_journal_gives_the_live_state(scene: Scene, tmp_path: Path):
     scene.feed(HELLO, SUBMITTED)
     scene.feed(publish(scene, 1), events.LinkLost(NODE))

@@ -78,7 +78,7 @@ def test_a_rank_stays_in_its_domain_if_that_has_room(same_domain):
 def test_a_node_is_replaced_by_one_with_room_for_all_its_ranks():
     spec = JobSpec(JOB, "train.py", nodes=2, ranks_per_node=2, policy=Policy(unit=Unit.NODE))
     cluster = cluster_of(nodes=5, slots=2, per_rack=5, spec=spec)
-    cluster.taints["n2/0"] = Taint("bad", 0.0, 1e9)
+    state.put_taint(cluster, "n2/0", Taint("bad", 0.0, 1e9))
     assert placing.companions(search(cluster), [2]) == {3}
     found = placing.place(search(cluster), seats_of(cluster, [2, 3]))
     assert {choice.node for choice in found.values()} == {"n3"}
@@ -102,7 +102,7 @@ def test_no_place_is_given_twice_and_none_that_is_tainted(tainted, gone, unit, s
     spec = JobSpec(JOB, "train.py", nodes=3, ranks_per_node=2, spares=1, policy=policy)
     cluster = cluster_of(nodes=8, slots=2, per_rack=4, spec=spec)
     for number in tainted:
-        cluster.taints[f"n{number // 2}/{number % 2}"] = Taint("bad", 0.0, 1e9)
+        state.put_taint(cluster, f"n{number // 2}/{number % 2}", Taint("bad", 0.0, 1e9))
     found = placing.place(search(cluster), seats_of(cluster, sorted(gone)))
     places = [(choice.node, choice.slot) for choice in found.values()]
     assert len(set(places)) == len(places)

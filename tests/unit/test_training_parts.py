@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from keepstep import wire
 from keepstep.errors import ConfigError, Permanent
+from keepstep.model import Generation, JobId, OrderId, Term
 from keepstep.training import private, steplog
 from keepstep.training.boundary import Boundary
+from keepstep.training.inbox import Inbox
+from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, count_samples, warm_up
 from keepstep.training.registry import Registry, _decode, _encode, find_private
 from keepstep.training.trouble import is_communication
@@ -372,3 +377,21 @@ def test_warm_loader_workers_begin_at_any_place() -> None:
 )
 def test_a_peers_death_is_nobodys_bug(error: BaseException, expected: bool) -> None:
     assert is_communication(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("observed", "ordered", "expected"),
+    [(False, False, True), (False, True, True), (True, False, False), (True, True, True)],
+)
+def test_a_broken_collective_is_the_scripts_own_error_where_nobody_comes_to_help(
+    observed: bool, ordered: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep.training.keeper.SAVE_SECONDS_MAX", 0.0)
+    inbox = Inbox(lambda: None, lambda message: None)
+    keeper: Any = SimpleNamespace(place=SimpleNamespace(observed=observed), inbox=inbox, _here=3)
+    if ordered:
+        save = wire.Quiesce("save")
+        inbox.receive(wire.Order(Term(1), Generation(2), OrderId("o"), JobId("j"), (), save))
+    error = RuntimeError("Connection reset by peer")
+    assert Keeper.is_fault(keeper, error) is expected
+    assert not Keeper.is_fault(keeper, ValueError("a mistake"))

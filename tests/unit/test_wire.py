@@ -19,6 +19,7 @@ SCALARS: dict[object, st.SearchStrategy[object]] = {
     int: st.integers(-(2**40), 2**40),
     float: st.floats(allow_nan=False, allow_infinity=False),
     bool: st.booleans(),
+    type(None): st.none(),
 }
 
 

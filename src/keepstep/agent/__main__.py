@@ -12,11 +12,13 @@ import contextlib
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from keepstep.agent import log
 from keepstep.agent.run import AgentConfig, run
 from keepstep.agent.stream import parse_endpoints
+from keepstep.config import AgentSettings, load
 from keepstep.errors import ConfigError
 from keepstep.model import NodeId
 
@@ -43,7 +45,12 @@ def parse(arguments: list[str], environment: dict[str, str]) -> AgentConfig:
     parser.add_argument("--token", default=environment.get("KEEPSTEP_TOKEN", ""))
     parser.add_argument("--labels", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--no-store", action="store_true", help="host no rendezvous store")
+    parser.add_argument("--config", type=Path, metavar="TOML", help="settings: section [agent]")
+    parser.add_argument("--health-program", metavar="COMMAND", help="says whether the node is well")
     told = parser.parse_args(arguments)
+    settings = load(AgentSettings, told.config, environment)
+    if told.health_program is not None:
+        settings = replace(settings, health_program=told.health_program)
     labels = {}
     for label in ",".join(told.labels).split(",") if told.labels else ():
         key, equals, value = label.partition("=")
@@ -59,6 +66,7 @@ def parse(arguments: list[str], environment: dict[str, str]) -> AgentConfig:
         token=told.token,
         labels=labels,
         host_store=not told.no_store,
+        settings=settings,
     )
 
 

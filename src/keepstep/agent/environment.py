@@ -102,6 +102,7 @@ def _of_any(around: Surroundings, slot: int) -> dict[str, str]:
         "KEEPSTEP_SLOT": str(slot),
         "KEEPSTEP_STATE_DIR": spec.state_directory,
         "KEEPSTEP_LEVEL": str(spec.standby_level),
+        "KEEPSTEP_MODE": spec.policy.mode.value,
     }
 
 

@@ -96,6 +96,8 @@ class AgentState:
     store: StoreRecord | None = None
     workers: tuple[WorkerRecord, ...] = ()
     jobs: tuple[JobRecord, ...] = ()
+    health: ProcessRecord | None = None
+    """The health program, while it runs."""
 
 
 class Room:
@@ -117,6 +119,7 @@ class Room:
         self.workers: dict[int, WorkerRecord] = {}
         """By pid."""
         self.jobs: dict[JobId, JobRecord] = {}
+        self.health: ProcessRecord | None = None
 
     def open(self) -> None:
         """Make the room, or read what an earlier agent left in it."""
@@ -133,7 +136,7 @@ class Room:
         self.boot = boot.read_text(encoding="utf-8")
         state = _read_state(self.directory)
         self.term, self.peer_port = state.term, state.peer_port
-        self.preload, self.store = state.preload, state.store
+        self.preload, self.store, self.health = state.preload, state.store, state.health
         self.workers = {worker.pid: worker for worker in state.workers}
         self.jobs = {job.spec.job: job for job in state.jobs}
 
@@ -156,6 +159,7 @@ class Room:
             self.store,
             tuple(self.workers.values()),
             tuple(self.jobs.values()),
+            self.health,
         )
         _write_whole(_state_path(self.directory), codec.dumps(codec.to_plain(state)))
 
@@ -185,11 +189,11 @@ class Room:
 
 
 def processes(directory: Path) -> tuple[ProcessRecord, ...]:
-    """Every process that a room's state names: workers, standbys, preload server, store."""
+    """Every process that a room's state names: workers, standbys, preload server, store, and the
+    health program if it runs."""
     state = _read_state(directory)
     named = [ProcessRecord(worker.pid, worker.start) for worker in state.workers]
-    if state.preload is not None:
-        named.append(state.preload)
+    named += [record for record in (state.preload, state.health) if record is not None]
     if state.store is not None:
         named.append(ProcessRecord(state.store.pid, state.store.start))
     return tuple(named)

@@ -22,6 +22,7 @@ from keepstep import wire
 from keepstep.agent import log
 from keepstep.agent.environment import interface_of
 from keepstep.agent.forks import Forks, preload_modules
+from keepstep.agent.health import Health
 from keepstep.agent.links import Link, Links
 from keepstep.agent.orders import Hands, Orders
 from keepstep.agent.peer import Peer
@@ -32,6 +33,7 @@ from keepstep.agent.store import Store
 from keepstep.agent.stream import Stream
 from keepstep.agent.tee import Tee
 from keepstep.agent.workers import Worker, Workers
+from keepstep.config import AgentSettings
 from keepstep.detect import process
 from keepstep.errors import ConfigError
 from keepstep.model import Endpoint, Generation, JobId, NodeId, Rank, Sign, Term
@@ -58,6 +60,7 @@ class AgentConfig:
     labels: dict[str, str] = field(default_factory=dict)
     host_store: bool = True
     """False only where no job needs a rendezvous: tests without torch."""
+    settings: AgentSettings = AgentSettings()
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -84,6 +87,11 @@ class Agent:
         self.store = Store(self.room, self._on_store_lost)
         self.stream = Stream(config.orchestrators, config.token, self._greeting, self._on_stream)
         self.probes = Probes(self.room, self.workers, self.tee, self.stream.send)
+        self.health: Health | None = None
+        if config.settings.health_command():
+            self.health = Health(
+                config.node, config.slots, config.settings, self.room, self.stream.send
+            )
         self.orders = Orders(
             Hands(
                 room=self.room,
@@ -122,6 +130,8 @@ class Agent:
                 # Without a store the orchestrator could place no rendezvous here.
                 await asyncio.wait_for(self.store.ready.wait(), STORE_SECONDS_MAX)
             loops.create_task(self.probes.run())
+            if self.health is not None:
+                loops.create_task(self.health.run())
             loops.create_task(self.stream.run())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -166,6 +176,8 @@ class Agent:
         told += [news for news in self._broken.values() if not self._is_old(news)]
         told += self.reports.standing()
         told += self._publishing.values()
+        if self.health is not None:
+            told += self.health.standing(asyncio.get_running_loop().time())
         return told
 
     def _on_stream(self, message: wire.Message) -> None:

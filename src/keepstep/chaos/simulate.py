@@ -24,7 +24,7 @@ from keepstep.chaos.simulated import Agent, state_at
 from keepstep.chaos.simulated_faults import JOB, Faults
 from keepstep.chaos.simulated_group import Group
 from keepstep.model import JobSpec, JobState, NodeId, Policy, Rank, Term
-from keepstep.orchestrator import brain, events, nodes, seating, state
+from keepstep.orchestrator import brain, events, nodes, policy, seating, state
 from keepstep.orchestrator.liveness import Witness
 from keepstep.wire import Hello, JobPulse, Message, Order, Published
 
@@ -32,8 +32,6 @@ SECONDS_MAX = 400.0
 POLICY = Policy(
     hold_seconds_max=20.0,
     startup_seconds_max=40.0,
-    quiesce_seconds_max=5.0,
-    reform_seconds_max=5.0,
 )
 
 
@@ -170,6 +168,7 @@ class Simulation(Faults):
             return
         checked = self.stepped % 997 == 0
         before = state.fingerprint(self.cluster) if checked else ""
+        frozen = self._frozen_generation()
         decision = brain.step(self.cluster, event, self._now)
         self.cluster = decision.cluster
         self.stepped += 1
@@ -177,6 +176,8 @@ class Simulation(Faults):
             self.journal.append((event, self._now))
         elif checked and before != state.fingerprint(self.cluster):
             raise Violation(f"{event} changed the state and did not say so")
+        if frozen >= 0 and frozen < self._frozen_generation():
+            raise Violation("a new generation although the cluster is frozen")
         for note in decision.notes:
             self.story.append(f"{self._now:9.3f} {note.phase:9} {note.why}")
         self._check()
@@ -184,6 +185,11 @@ class Simulation(Faults):
             self._send(order)
         for node, answer in decision.answers:
             self._answer(node, answer)
+
+    def _frozen_generation(self) -> int:
+        """The job's generation if nothing may be decided about it now; -1 otherwise."""
+        job = self.cluster.jobs.get(JOB)
+        return job.generation if job and policy.stands_still(self.cluster, job) else -1
 
     def _send(self, order: Order) -> None:
         for node in order.nodes:

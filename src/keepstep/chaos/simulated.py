@@ -43,6 +43,7 @@ from keepstep.wire import (
 )
 
 STALL_SECONDS = 4.0
+STEP_SECONDS = 0.06
 RING_ENTRIES = 4
 
 
@@ -186,6 +187,9 @@ class Agent:
             tuple(sorted(self.rings.get(worker.rank, {}))),
             state_bytes=1000,
             step=worker.boundary,
+            step_seconds=STEP_SECONDS if worker.intact else 0.0,
+            moved_bytes=1000 if phase is Phase.VERIFY and worker.joiner else 0,
+            moved_seconds=0.1 if phase is Phase.VERIFY and worker.joiner else 0.0,
             problem=problem,
         )
         report = PhaseReport(self.node, worker.job, worker.generation, phase, (seat,))
@@ -330,7 +334,7 @@ class Agent:
 
     def _agree(self, worker: Worker, generation: Generation) -> None:
         if worker.mode == "training" and not worker.stopped and worker.generation < generation:
-            seat = SeatReport(worker.rank, worker.boundary, step_seconds=0.06)
+            seat = SeatReport(worker.rank, worker.boundary, step_seconds=STEP_SECONDS)
             report = PhaseReport(self.node, worker.job, generation, Phase.AGREE, (seat,))
             self.tell(report)
 

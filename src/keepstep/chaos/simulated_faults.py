@@ -89,6 +89,9 @@ class Faults:
         if draw < 0.25:
             self._taint()
             return
+        if draw > 0.85:
+            self._freeze()
+            return
         if draw < 0.6:
             ranks = self.random.sample(range(self.spec.world_size), self.random.randint(1, 2))
             event = events.MigrateAsked(JOB, tuple(Rank(r) for r in sorted(ranks)), "asked")
@@ -101,6 +104,18 @@ class Faults:
         self.faults.append("drain")
         self.story.append(f"{self._now:9.3f} PLAN      drain {node}")
         self.later(self.random.uniform(2.0, 15.0), lambda: self.feed(events.UndrainAsked(node)))
+
+    def _freeze(self) -> None:
+        self.feed(events.FreezeAsked("a switch is replaced"))
+        self.faults.append("freeze")
+        self.story.append(f"{self._now:9.3f} PLAN      freeze")
+        self.later(self.random.uniform(0.2, 15.0), self._unfreeze)
+
+    def _unfreeze(self) -> None:
+        if self.serving:
+            self.feed(events.UnfreezeAsked())
+        else:
+            self.later(0.3, self._unfreeze)
 
     def _taint(self) -> None:
         node = self.random.choice(list(self._agents))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from keepstep.errors import ConfigError, KeepstepError
 
-GROUPS = ("run", "show", "watch", "logs", "moves", "stop")
+GROUPS = ("run", "show", "watch", "logs", "moves", "freeze", "stop", "admin")
 """Modules of this package with an `add(commands)`, in the order of the help."""
 OPTIONAL_GROUPS = ("demo", "lab")
 """Groups that a smaller install may lack."""
@@ -26,6 +26,7 @@ at 3 a.m.:
   keepstep explain               the story of the newest incident
   keepstep logs --rank 3 -f      a rank's output, whichever node it is on
   keepstep drain n3 --wait       move all ranks away from a node; then it can be switched off
+  keepstep freeze --why TEXT     decide nothing until `keepstep unfreeze`
   keepstep stop --save JOB       end a job at a saved boundary
 
 Commands find the orchestrator by --orchestrator, by $KEEPSTEP_ORCHESTRATOR, or in the newest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import http.client
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,11 @@ class Client:
     def job(self, job: str) -> dict[str, Any]:
         return self._object("GET", f"/v1/jobs/{quote(job, safe='')}")
 
+    def policy(self, job: str, faults: Sequence[str] = ()) -> dict[str, Any]:
+        """A job's policy and budgets, and what would happen if …"""
+        query = f"?fault={quote(','.join(faults), safe=':,')}" if faults else ""
+        return self._object("GET", f"/v1/jobs/{quote(job, safe='')}/policy{query}")
+
     def incident(self, incident: str) -> dict[str, Any]:
         return self._object("GET", f"/v1/incidents/{quote(incident, safe='')}")
 
@@ -74,6 +79,12 @@ class Client:
 
     def untaint(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return self._object("POST", "/v1/taints/remove", body)
+
+    def freeze(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._object("POST", "/v1/freeze", body)
+
+    def unfreeze(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._object("POST", "/v1/unfreeze", body)
 
     def node(self, node: str) -> dict[str, Any]:
         return self._object("GET", f"/v1/nodes/{quote(node, safe='')}")

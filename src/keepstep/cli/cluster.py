@@ -253,6 +253,8 @@ class LocalCluster:
         for name, value in sorted(node.labels.items()):
             command += ["--labels", f"{name}={value}"]
         command += ["--room", str(self.room(node.name))]
+        if self.plan.config_file is not None:
+            command += ["--config", str(self.plan.config_file)]
         # The token goes by environment: a command line shows in `ps`.
         own = {MARK: str(self.room(node.name)), "KEEPSTEP_TOKEN": self.client.token}
         return Program(

@@ -121,12 +121,19 @@ def _emptied(asked: argparse.Namespace, client: Client) -> str:
     node = picture["nodes"][asked.node]
     if node["empty"]:
         return f"{asked.node} is empty, safe to power off"
+    if frozen := picture["frozen"]:
+        _tell_once(f"the cluster is frozen ({frozen['why']}): nothing moves until it is unfrozen")
     for name in sorted({use["job"] for use in node["uses"] if use["job"]}):
         job = picture["jobs"][name]
         if job["world"] == 1:
             raise Permanent(
                 f"{asked.node} cannot become empty: {name} has one rank and nobody else holds its "
                 f"state; `keepstep stop --save {name}`, and run it again elsewhere"
+            )
+        if job["mode"] == "observe":
+            raise Permanent(
+                f"{asked.node} cannot become empty: {name} runs with mode = observe, so its ranks "
+                f"are not moved; `keepstep stop --save {name}`, and run it again with mode = act"
             )
         _tell_progress(asked, job)
     return ""
@@ -191,7 +198,12 @@ def _tell_progress(asked: argparse.Namespace, job: dict[str, Any]) -> None:
     else:
         waits = [wish["waits"] for wish in job["leaving"] if wish["waits"]]
         text = f"{job['id']}: {waits[0]}" if waits else ""
-    if text and text not in _told:
+    if text:
+        _tell_once(text)
+
+
+def _tell_once(text: str) -> None:
+    if text not in _told:
         _told.add(text)
         print(text, file=sys.stderr, flush=True)
 

@@ -20,12 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep import policy_file
 from keepstep.cli.client import RUNS, read_token
 from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan
 from keepstep.cli.follow import follow_to_the_end
 from keepstep.config import LauncherConfig, load
 from keepstep.errors import ConfigError
-from keepstep.model import JobId, JobSpec, Policy
+from keepstep.model import JobId, JobSpec
 
 IGNORED = (
     "rdzv-backend",
@@ -118,6 +119,12 @@ def _own_options(parser: argparse.ArgumentParser) -> None:
     option("--preload", default="", metavar="MODULES", help="imported before workers are forked")
     option(
         "--hold-seconds", type=float, default=None, metavar="S", help="wait for a spare, then save"
+    )
+    option(
+        "--policy",
+        type=Path,
+        metavar="TOML",
+        help="what to do about faults; see `keepstep admin policy show`",
     )
     option("--job", default="", metavar="NAME", help="the job's name (default: from the script)")
     option("--run-dir", type=Path, metavar="DIR", help=f"journal and logs (default ./{RUNS}/JOB)")
@@ -255,9 +262,7 @@ def _spec(
         script = str((here / script).resolve())
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", job):
         raise ConfigError(f"{job!r} cannot be a job's name; use letters, digits, dots and dashes")
-    policy = Policy()
-    if asked.hold_seconds is not None:
-        policy = Policy(hold_seconds_max=asked.hold_seconds)
+    explicit = {} if asked.hold_seconds is None else {"hold_seconds_max": asked.hold_seconds}
     return JobSpec(
         job=job,
         script=script,
@@ -275,7 +280,7 @@ def _spec(
             (here / asked.state_dir).resolve() if asked.state_dir else run_dir / "state"
         ),
         tee=asked.tee not in ("0", ""),
-        policy=policy,
+        policy=policy_file.read(asked.policy, job, explicit),
     )
 
 

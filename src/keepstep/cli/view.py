@@ -50,6 +50,9 @@ def status_lines(picture: Plain, paint: Painter = plain) -> list[str]:
     nodes = picture["nodes"]
     up = sum(1 for node in nodes.values() if node["alive"])
     lines = [f"term {picture['term']}   nodes {up}/{len(nodes)} alive"]
+    if frozen := picture["frozen"]:
+        since = _clock(frozen["since"])
+        lines.append(paint(f"FROZEN since {since}: {frozen['why']}", "bad"))
     if not picture["jobs"]:
         lines.append("no jobs; start one with `keepstep run`")
     for job in picture["jobs"].values():
@@ -74,6 +77,8 @@ def job_lines(job: Plain, picture: Plain, paint: Painter = plain) -> list[str]:
         f"spares {job['spares']['ready']}/{job['spares']['wanted']}",
         f"incidents {job['incidents']}",
     ]
+    if job["mode"] != "act":
+        parts.append(paint(f"mode {job['mode']}", "busy"))
     if job["fallbacks"]:
         parts.append(paint(f"fallbacks {job['fallbacks']}", "bad"))
     lines = ["  ".join(parts)]

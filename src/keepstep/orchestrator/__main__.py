@@ -18,6 +18,7 @@ from keepstep import codec
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig, load
 from keepstep.errors import ConfigError, Deposed
+from keepstep.orchestrator import alerts
 from keepstep.orchestrator.api import Api
 from keepstep.orchestrator.http import HttpServer
 from keepstep.orchestrator.journal import SqliteJournal
@@ -33,7 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load(OrchestratorConfig, asked.config, os.environ)
         token = _token(asked.token_file)
-        return asyncio.run(_lead(asked, config, token))
+        mapping = asked.alerts or config.alerts_file
+        rules = alerts.load(Path(mapping)) if mapping else {}
+        return asyncio.run(_lead(asked, config, token, rules))
     except ConfigError as error:
         print(f"keepstep orchestrator: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -42,11 +45,14 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_DEPOSED
 
 
-async def _lead(asked: argparse.Namespace, config: OrchestratorConfig, token: str) -> int:
+async def _lead(
+    asked: argparse.Namespace, config: OrchestratorConfig, token: str, rules: alerts.Rules
+) -> int:
     journal = SqliteJournal(asked.journal, synchronous=config.journal_synchronous)
     orchestrator = Orchestrator(journal, config, RealClock(), token, log)
     server = HttpServer(
-        Api(orchestrator, journal, token).handle, connections_max=config.connections_max
+        Api(orchestrator, journal, token, rules, log).handle,
+        connections_max=config.connections_max,
     )
     host, wanted = _host_and_port(asked.listen)
     port = await _listen(server, host, wanted, asked.port_file)
@@ -116,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--token-file", type=Path, required=True, metavar="FILE")
     parser.add_argument("--port-file", type=Path, metavar="FILE", help="written once we listen")
     parser.add_argument("--config", type=Path, metavar="TOML")
+    parser.add_argument("--alerts", metavar="TOML", help="which alerts mean which taints")
     return parser
 
 

@@ -7,7 +7,7 @@ that appears later is used at once.
 from __future__ import annotations
 
 from keepstep.model import JobState, Phase
-from keepstep.orchestrator import launch, orders, planned, roster, seating
+from keepstep.orchestrator import launch, orders, planned, policy, roster, seating
 from keepstep.orchestrator.state import Job, in_migration
 from keepstep.orchestrator.turn import Turn
 
@@ -20,13 +20,14 @@ def begin(turn: Turn, job: Job, settle_seconds: float = 0.0) -> None:
     launch.change_phase(turn, job, Phase.ALLOCATE)
     if settle_seconds:
         migration.settle_until = max(migration.settle_until, turn.now + settle_seconds)
-    orders.fence(turn, job, migration.fences)
+    orders.tell(turn, job)
     if_ready(turn, job)
 
 
 def if_ready(turn: Turn, job: Job) -> None:
     migration, _ = in_migration(job)
     waits = migration.fences or turn.now < migration.settle_until
+    waits = waits or policy.stands_still(turn.cluster, job)
     if migration.phase is Phase.ALLOCATE and not waits:
         _allocate(turn, job)
 

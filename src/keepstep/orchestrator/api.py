@@ -2,40 +2,59 @@
 
     POST /v1/agent                 upgrade to an agent's framed stream
     GET  /v1/cluster               everything: jobs, nodes, incidents, pulses
-    GET  /v1/jobs                  GET /v1/jobs/{job}            GET /v1/nodes
-    GET  /v1/incidents             GET /v1/incidents/{id}
+    GET  /v1/jobs                  GET /v1/jobs/{job}
+    GET  /v1/nodes                 GET /v1/nodes/{node}
+    GET  /v1/incidents             GET /v1/incidents/{incident}
     GET  /v1/loans                 who lent what to whom for how long
     GET  /v1/jobs/{job}/journal    the job's hash chain, one link per line
+    GET  /v1/jobs/{job}/policy     its policy and budgets; ?fault=rank:2 (or node:N, domain:NAME,
+                                   drain:N): what would happen then
     POST /v1/jobs                  submit a JobSpec; the same one again changes nothing
     POST /v1/jobs/{job}/stop       {"save": true} writes a checkpoint of the boundary first
-    POST /v1/jobs/{job}/migrate    {"ranks": [2], "to": "n4", "why": …}: move ranks that are well;
-                                   {"home": true}: all go back to where they started
+    POST /v1/jobs/{job}/migrate    {"ranks": [2], "to": "n4", "why": …}: move ranks that are well
     POST /v1/nodes/{node}/drain    {"why": …}: nothing new comes here, and what is here moves away
     POST /v1/nodes/{node}/undrain  the node may be used again
     GET  /v1/taints                POST /v1/taints   {"node": "n3", "slot": 1, "reason": …,
                                    "severity": "avoid" | "leave" | "imminent", "seconds": 3600}
     POST /v1/taints/remove         {"node": "n3", "slot": 1}; without a slot: the whole node
+    POST /v1/freeze                {"why": …}: nothing is decided in the whole cluster …
+    POST /v1/unfreeze              … until now
+    POST /v1/webhooks/alertmanager alerts that mean taints, by the mapping of alerts.py
     GET  /v1/events                server-sent events: each decision and its reason
+    GET  /v1/openapi.json          all this for programs; the same as docs/openapi.json
     GET  /healthz                  no token needed
 
 Everything but /healthz and the agents' stream (whose Hello carries the token) needs
 `Authorization: Bearer <token>`. Errors are {"error": what is wrong, "fix": what to do}.
 
-The last five POSTs take `"dry_run": true` (what would happen is told, and does not) and a header
-`Idempotency-Key` (the same key again changes nothing, even if a new leader gets it).
+The POSTs that migrate, drain, undrain, taint, remove, freeze and unfreeze take `"dry_run": true`
+(what would happen is told, and does not) and a header `Idempotency-Key` (the same key again changes
+nothing, even if a new leader gets it).
+
+A new path is one entry of ROUTES, at the end of this file; `make openapi` writes it down.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from keepstep import codec
-from keepstep.errors import KeepstepError, WireError
-from keepstep.model import TAINT_SECONDS, JobId, JobSpec, NodeId, Rank, Severity
-from keepstep.orchestrator import events, planned, state, view
+from keepstep.errors import ConfigError, KeepstepError, WireError
+from keepstep.model import (
+    REASON_CHARS_MAX,
+    TAINT_SECONDS,
+    TAINT_SECONDS_MAX,
+    JobId,
+    JobSpec,
+    NodeId,
+    Rank,
+    Severity,
+)
+from keepstep.orchestrator import alerts, events, forecast, openapi, planned, state, view
 from keepstep.orchestrator.http import (
     BadRequest,
     Reply,
@@ -46,47 +65,56 @@ from keepstep.orchestrator.http import (
     json_response,
 )
 from keepstep.orchestrator.journal import Journal, json_lines
-from keepstep.orchestrator.run import Orchestrator
+from keepstep.orchestrator.routes import Call, Field, Route, read_fields, served_at
+from keepstep.orchestrator.run import Log, Orchestrator
 
 PROTOCOL = "keepstep-stream"
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A job's name becomes part of paths and of URLs."""
-TAINT_SECONDS_MAX = 365 * 24 * 3600.0
-REASON_CHARS_MAX = 500
 
 
 class Api:
     """The paths of one orchestrator."""
 
-    def __init__(self, orchestrator: Orchestrator, journal: Journal, token: str) -> None:
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        journal: Journal,
+        token: str,
+        rules: alerts.Rules,
+        log: Log,
+    ) -> None:
         self._orchestrator = orchestrator
         self._journal = journal
         self._token = token
+        self._rules = rules
+        self._log = log
 
     async def handle(self, request: Request) -> Reply:
-        parts = tuple(part for part in request.path.split("/") if part)
-        if parts == ("healthz",):
-            return json_response({"status": "leading", "term": self._orchestrator.term})
-        if parts == ("v1", "agent"):
-            return self._agent(request)
-        if not self._authorized(request):
+        served = served_at(ROUTES, request.path)
+        route, names = served.get(request.method, (None, {}))
+        if (route is None or not route.open) and not self._authorized(request):
             return error_response(
                 401, "no token, or a wrong one", "send Authorization: Bearer <the cluster's token>"
             )
-        if parts[:1] != ("v1",):
-            return _not_found(request)
+        if route is None and served:
+            return error_response(
+                405, f"{request.method} is not served here", f"use {' or '.join(sorted(served))}"
+            )
+        if route is None:
+            return error_response(
+                404, f"nothing is served at {request.path}", "see GET /v1/openapi.json"
+            )
         try:
-            if request.method == "GET":
-                return self._get(request, parts[1:])
-            if request.method == "POST":
-                return await self._post(request, parts[1:])
+            body = read_fields(request, route.fields) if route.fields else {}
+            return await route.handler(self, Call(request, names, body))
         except WireError as error:
-            raise BadRequest(400, str(error), "see the JobSpec in keepstep/model.py") from error
+            fix = f"see {route.method} {route.path} in GET /v1/openapi.json"
+            raise BadRequest(400, str(error), fix) from error
         except KeepstepError as error:
             if isinstance(error, BadRequest):
                 raise
             raise BadRequest(503, str(error), "ask the orchestrator that leads now") from error
-        return error_response(405, f"{request.method} is not served", "use GET or POST")
 
     def _authorized(self, request: Request) -> bool:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -94,54 +122,94 @@ class Api:
             token.strip().encode(), self._token.encode()
         )
 
-    def _agent(self, request: Request) -> Reply:
-        if request.method != "POST" or "upgrade" not in request.headers:
+    # ---------------------------------------------------------------- reading
+
+    async def _healthz(self, _: Call) -> Reply:
+        return json_response({"status": "leading", "term": self._orchestrator.term})
+
+    async def _openapi(self, _: Call) -> Reply:
+        return json_response(openapi.document(ROUTES))
+
+    async def _cluster(self, _: Call) -> Reply:
+        return json_response(self._orchestrator.picture())
+
+    async def _jobs(self, _: Call) -> Reply:
+        return self._part("jobs")
+
+    async def _nodes(self, _: Call) -> Reply:
+        return self._part("nodes")
+
+    async def _incidents(self, _: Call) -> Reply:
+        return self._part("incidents")
+
+    async def _taints(self, _: Call) -> Reply:
+        return self._part("taints")
+
+    async def _loans(self, _: Call) -> Reply:
+        return self._part("loans")
+
+    def _part(self, what: str) -> Reply:
+        return json_response({what: self._orchestrator.picture()[what]})
+
+    async def _job(self, call: Call) -> Reply:
+        # The launcher's own question: not the whole cluster's work.
+        job = self._known_job(call.names["job"])
+        return json_response(view.job_view(job))
+
+    async def _policy(self, call: Call) -> Reply:
+        job = self._known_job(call.names["job"]).spec.job
+        asked = tuple(filter(None, call.request.query.get("fault", "").split(",")))
+        now, cluster = self._orchestrator.now(), self._orchestrator.cluster
+        try:
+            return json_response(forecast.policy_view(cluster, job, asked, now))
+        except ConfigError as error:
+            raise BadRequest(400, str(error), forecast.KINDS) from error
+
+    async def _node(self, call: Call) -> Reply:
+        node = self._known_node(call.names["node"])
+        return json_response(view.node_view(self._orchestrator.cluster, node))
+
+    async def _incident(self, call: Call) -> Reply:
+        name = call.names["incident"]
+        for record in self._orchestrator.picture()["incidents"]:
+            if record["id"] == name:
+                return json_response(record)
+        raise BadRequest(404, f"no incident is called {name}", "see GET /v1/incidents")
+
+    async def _export(self, call: Call) -> Reply:
+        self._known_job(call.names["job"])
+        return Streamed(self._chain(call.names["job"]), "application/jsonl")
+
+    async def _chain(self, job: str) -> AsyncIterator[bytes]:
+        for line in json_lines(self._journal.export(job)):
+            yield line.encode()
+
+    async def _events(self, call: Call) -> Reply:
+        last = call.request.headers.get("last-event-id") or call.request.query.get("after", "")
+        return Streamed(self._told(last), "text/event-stream")
+
+    async def _told(self, last: str) -> AsyncIterator[bytes]:
+        # Without a place to go on from, a client gets what comes from now on.
+        newest = self._orchestrator.history[-1]["seq"] if self._orchestrator.history else 0
+        after = int(last) if last.isdigit() else newest
+        yield b": connected\n\n"
+        async for record in self._orchestrator.told(after):
+            if record is None:
+                yield b": alive\n\n"
+            else:
+                yield b"id: %d\ndata: %s\n\n" % (record["seq"], codec.dumps(record))
+
+    # ---------------------------------------------------------------- jobs
+
+    async def _agent(self, call: Call) -> Reply:
+        if "upgrade" not in call.request.headers:
             return error_response(
                 426, "this path is the agents' stream", f"POST with Upgrade: {PROTOCOL}"
             )
         return Upgraded(PROTOCOL, self._orchestrator.serve_agent)
 
-    def _get(self, request: Request, parts: tuple[str, ...]) -> Reply:
-        if parts == ("events",):
-            last = request.headers.get("last-event-id") or request.query.get("after", "")
-            return Streamed(self._events(last), "text/event-stream")
-        if len(parts) == 3 and parts[0] == "jobs" and parts[2] == "journal":
-            self._known_job(parts[1])
-            return Streamed(self._export(parts[1]), "application/jsonl")
-        if len(parts) == 2 and parts[0] == "jobs":
-            # The launcher's own question: not the whole cluster's work.
-            self._known_job(parts[1])
-            return json_response(view.job_view(self._orchestrator.cluster.jobs[JobId(parts[1])]))
-        picture = self._orchestrator.picture()
-        match parts:
-            case ("cluster",):
-                return json_response(picture)
-            case ("jobs" | "nodes" | "incidents" | "taints" | "loans" as what,):
-                return json_response({what: picture[what]})
-            case ("nodes" | "incidents" as what, name):
-                return _one(picture[what], what, name)
-            case _:
-                return _not_found(request)
-
-    async def _post(self, request: Request, parts: tuple[str, ...]) -> Reply:
-        match parts:
-            case ("jobs",):
-                return await self._submit(request)
-            case ("jobs", job, "stop"):
-                return await self._stop(request, job)
-            case ("jobs", job, "migrate"):
-                return await self._migrate(request, job)
-            case ("nodes", node, "drain" | "undrain" as verb):
-                return await self._drain(request, node, verb)
-            case ("taints",):
-                return await self._taint(request)
-            case ("taints", "remove"):
-                return await self._untaint(request)
-            case _:
-                return _not_found(request)
-
-    async def _submit(self, request: Request) -> Reply:
-        spec = codec.from_plain(JobSpec, request.json())
+    async def _submit(self, call: Call) -> Reply:
+        spec = codec.from_plain(JobSpec, call.request.json())
         if not JOB_NAME.fullmatch(spec.job):
             raise BadRequest(
                 400,
@@ -158,26 +226,21 @@ class Api:
         decision = await self._orchestrator.decide(events.Submitted(spec))
         return json_response({"job": spec.job, "why": decision.why, "new": decision.changed})
 
-    async def _stop(self, request: Request, job: str) -> Reply:
-        self._known_job(job)
-        body = request.json()
-        if not isinstance(body, dict) or not isinstance(body.get("save", False), bool):
-            raise BadRequest(400, "save is true or false", 'send {"save": true}')
-        why = str(body.get("why") or "an operator asked for it")
-        event = events.StopAsked(JobId(job), why, save=body.get("save", False))
+    async def _stop(self, call: Call) -> Reply:
+        job = self._known_job(call.names["job"]).spec.job
+        why = call.body.get("why") or "an operator asked for it"
+        event = events.StopAsked(job, why, save=call.body.get("save", False))
         decision = await self._orchestrator.decide(event)
         return json_response({"job": job, "why": decision.why})
 
-    async def _migrate(self, request: Request, name: str) -> Reply:
-        self._known_job(name)
-        kinds = {"ranks": list, "to": str, "home": bool, "why": str, "dry_run": bool}
-        body = _fields(request, kinds)
-        ranks, to, home = body.get("ranks", []), body.get("to", ""), body.get("home", False)
+    async def _migrate(self, call: Call) -> Reply:
+        job, body = self._known_job(call.names["job"]), call.body
+        name, ranks, to = job.spec.job, body.get("ranks", []), body.get("to", "")
+        home = body.get("home", False)
         if home and (ranks or to):
             raise BadRequest(400, "home is for all ranks", 'send {"home": true} and no more')
-        if not home and (not ranks or not all(type(rank) is int for rank in ranks)):
-            raise BadRequest(400, "ranks is a list of numbers", 'send {"ranks": [2]}')
-        job = self._orchestrator.cluster.jobs[JobId(name)]
+        if not home and not ranks:
+            raise BadRequest(400, "ranks is missing", 'send {"ranks": [2]} or {"home": true}')
         if job.roster is None or job.state.over:
             raise BadRequest(409, f"{name} does not run", "see GET /v1/jobs")
         if bad := [rank for rank in ranks if not 0 <= rank < len(job.roster.seats)]:
@@ -189,61 +252,77 @@ class Api:
             raise BadRequest(409, why, "nothing was changed")
         asked = tuple(Rank(rank) for rank in sorted(set(ranks)))
         why = body.get("why") or "an operator asked for it"
-        event = events.MigrateAsked(JobId(name), asked, why, NodeId(to), home, _key(request))
-        return await self._follow(event, body)
+        event = events.MigrateAsked(name, asked, why, NodeId(to), home, call.key)
+        return await self._follow(event, call)
 
-    async def _drain(self, request: Request, name: str, verb: str) -> Reply:
-        self._known_node(name)
-        body = _fields(request, {"why": str, "dry_run": bool})
-        event: events.Event = events.UndrainAsked(NodeId(name), _key(request))
-        if verb == "drain":
-            why = body.get("why") or "an operator asked for it"
-            event = events.DrainAsked(NodeId(name), why, _key(request))
-        return await self._follow(event, body)
+    # ---------------------------------------------------------------- nodes and taints
 
-    async def _taint(self, request: Request) -> Reply:
-        kinds = {"node": str, "slot": int, "severity": str, "reason": str, "source": str}
-        body = _fields(request, {**kinds, "seconds": (int, float), "dry_run": bool})
-        node, slot = self._place(body)
-        if not body.get("reason"):
-            raise BadRequest(400, "a taint needs a reason", 'send "reason": what is wrong with it')
-        severity = body.get("severity", Severity.AVOID)
-        if severity not in tuple(Severity):
-            known = ", ".join(Severity)
-            raise BadRequest(400, f"no severity is called {severity!r}", f"known are: {known}")
-        seconds = float(body.get("seconds", TAINT_SECONDS))
-        if not 0 < seconds <= TAINT_SECONDS_MAX:
-            raise BadRequest(
-                400, "seconds is out of range", f"give more than 0, up to {TAINT_SECONDS_MAX:g}"
-            )
+    async def _drain(self, call: Call) -> Reply:
+        node = self._known_node(call.names["node"]).node
+        why = call.body.get("why") or "an operator asked for it"
+        return await self._follow(events.DrainAsked(node, why, call.key), call)
+
+    async def _undrain(self, call: Call) -> Reply:
+        node = self._known_node(call.names["node"]).node
+        return await self._follow(events.UndrainAsked(node, call.key), call)
+
+    async def _taint(self, call: Call) -> Reply:
+        node, slot = self._place(call.body)
         event = events.TaintAsked(
             node,
-            body["reason"][:REASON_CHARS_MAX],
-            Severity(severity),
+            call.body["reason"][:REASON_CHARS_MAX],
+            Severity(call.body.get("severity", Severity.AVOID)),
             slot,
-            body.get("source") or "operator",
-            seconds,
-            _key(request),
+            call.body.get("source") or "operator",
+            float(call.body.get("seconds", TAINT_SECONDS)),
+            call.key,
         )
-        return await self._follow(event, body)
+        return await self._follow(event, call)
 
-    async def _untaint(self, request: Request) -> Reply:
-        body = _fields(request, {"node": str, "slot": int, "dry_run": bool})
-        node, slot = self._place(body)
-        event = events.UntaintAsked(node, slot, _key(request))
-        return await self._follow(event, body)
+    async def _untaint(self, call: Call) -> Reply:
+        node, slot = self._place(call.body)
+        event = events.UntaintAsked(node, slot, call.key, call.body.get("source", ""))
+        return await self._follow(event, call)
+
+    async def _freeze(self, call: Call) -> Reply:
+        why = call.body.get("why") or "an operator asked for it"
+        return await self._follow(events.FreezeAsked(why[:REASON_CHARS_MAX], call.key), call)
+
+    async def _unfreeze(self, call: Call) -> Reply:
+        return await self._follow(events.UnfreezeAsked(call.key), call)
 
     def _place(self, body: Mapping[str, Any]) -> tuple[NodeId, int]:
-        node, slot = NodeId(body.get("node", "")), body.get("slot", -1)
-        self._known_node(node)
-        slots = self._orchestrator.cluster.nodes[node].slots
-        if not -1 <= slot < slots:
-            raise BadRequest(404, f"{node} has no slot {slot}", f"its slots are 0 to {slots - 1}")
-        return node, slot
+        node, slot = self._known_node(body["node"]), body.get("slot", -1)
+        if not -1 <= slot < node.slots:
+            raise BadRequest(
+                404, f"{node.node} has no slot {slot}", f"its slots are 0 to {node.slots - 1}"
+            )
+        return node.node, slot
 
-    async def _follow(self, event: events.Event, body: Mapping[str, Any]) -> Reply:
+    async def _alertmanager(self, call: Call) -> Reply:
+        """Each alert is followed or told why not; only a payload that is none is refused."""
+        given = alerts.read(call.request.json())
+        slots = {name: node.slots for name, node in self._orchestrator.cluster.nodes.items()}
+        verdicts = alerts.judge(given, self._rules, slots)
+        # All at once: they share one write to the journal.
+        done = await asyncio.gather(*(self._follow_alert(verdict) for verdict in verdicts))
+        return json_response({"alerts": done})
+
+    async def _follow_alert(self, verdict: alerts.Verdict) -> dict[str, Any]:
+        told = {"alert": verdict.alert.name, "place": verdict.place or None}
+        told["status"] = "firing" if verdict.alert.firing else "resolved"
+        if verdict.event is None:
+            # Nobody reads the answer to a webhook: whoever wonders looks into our log.
+            self._log("alert.ignored", **told, why=verdict.why)
+            return {**told, "changed": False, "why": verdict.why}
+        decision = await self._orchestrator.decide(verdict.event)
+        return {**told, "changed": decision.changed, "why": decision.why}
+
+    # ---------------------------------------------------------------- what they share
+
+    async def _follow(self, event: events.Event, call: Call) -> Reply:
         """Do it, or with `dry_run` only say what would be done."""
-        dry = body.get("dry_run", False)
+        dry = call.body.get("dry_run", False)
         if dry:
             decision = self._orchestrator.consider(event)
         else:
@@ -251,63 +330,184 @@ class Api:
         told = [note.why for note in decision.notes] or [decision.why]
         return json_response({"changed": decision.changed, "dry_run": dry, "why": told})
 
-    def _known_node(self, node: str) -> None:
-        if NodeId(node) not in self._orchestrator.cluster.nodes:
-            known = ", ".join(sorted(self._orchestrator.cluster.nodes, key=state.natural)[:8])
-            raise BadRequest(404, f"no node is called {node}", f"there are: {known or 'none'}")
+    def _known_node(self, name: str) -> state.NodeState:
+        nodes = self._orchestrator.cluster.nodes
+        if NodeId(name) not in nodes:
+            known = ", ".join(sorted(nodes, key=state.natural)[:8])
+            raise BadRequest(404, f"no node is called {name}", f"there are: {known or 'none'}")
+        return nodes[NodeId(name)]
 
-    def _known_job(self, job: str) -> None:
-        if JobId(job) not in self._orchestrator.cluster.jobs:
-            raise BadRequest(404, f"no job is called {job}", "see GET /v1/jobs")
-
-    async def _events(self, last: str) -> AsyncIterator[bytes]:
-        # Without a place to go on from, a client gets what comes from now on.
-        newest = self._orchestrator.history[-1]["seq"] if self._orchestrator.history else 0
-        after = int(last) if last.isdigit() else newest
-        yield b": connected\n\n"
-        async for record in self._orchestrator.told(after):
-            if record is None:
-                yield b": alive\n\n"
-            else:
-                yield b"id: %d\ndata: %s\n\n" % (record["seq"], codec.dumps(record))
-
-    async def _export(self, job: str) -> AsyncIterator[bytes]:
-        for line in json_lines(self._journal.export(job)):
-            yield line.encode()
+    def _known_job(self, name: str) -> state.Job:
+        jobs = self._orchestrator.cluster.jobs
+        if JobId(name) not in jobs:
+            raise BadRequest(404, f"no job is called {name}", "see GET /v1/jobs")
+        return jobs[JobId(name)]
 
 
-def _key(request: Request) -> str:
-    return request.headers.get("idempotency-key", "")
+# ---------------------------------------------------------------- the table
 
+_WHY = Field((str,), "the reason, for the record")
+_DRY_RUN = Field((bool,), "only say what would happen")
+_NODE = Field((str,), "the node's name", required=True)
+_SLOT = Field((int,), "one of its slots; without it the whole node")
 
-def _fields(request: Request, kinds: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
-    """The request's object, with these fields at most, each of its kind."""
-    body = request.json() if request.body else {}
-    if not isinstance(body, dict):
-        raise BadRequest(400, "the body is no object", f"send {{…}} with {', '.join(kinds)}")
-    for name, value in body.items():
-        if name not in kinds:
-            raise BadRequest(400, f"unknown field {name!r}", f"known are: {', '.join(kinds)}")
-        kind = kinds[name]
-        fits = kind if isinstance(kind, tuple) else (kind,)
-        if type(value) not in fits:
-            wanted = " or ".join(one.__name__ for one in fits)
-            raise BadRequest(400, f"{name} is {type(value).__name__}", f"give {wanted}")
-    return body
-
-
-def _one(found: Any, what: str, name: str) -> Reply:
-    """One of a view's records, by its name."""
-    if isinstance(found, dict):
-        record = found.get(name)
-    else:
-        record = next((item for item in found if item["id"] == name), None)
-    if record is None:
-        return error_response(404, f"{what} has no {name}", f"see GET /v1/{what}")
-    return json_response(record)
-
-
-def _not_found(request: Request) -> Reply:
-    return error_response(
-        404, f"nothing is served at {request.path}", "see the list in keepstep/orchestrator/api.py"
-    )
+ROUTES: tuple[Route, ...] = (
+    Route("GET", "/healthz", Api._healthz, "Whether this orchestrator leads", "Health", open=True),
+    Route(
+        "POST",
+        "/v1/agent",
+        Api._agent,
+        "Upgrade to an agent's framed stream; its Hello carries the token",
+        PROTOCOL,
+        headers={"Upgrade": f"Always {PROTOCOL}"},
+        open=True,
+    ),
+    Route("GET", "/v1/openapi.json", Api._openapi, "This document", "OpenApi"),
+    Route("GET", "/v1/cluster", Api._cluster, "Everything", "Cluster"),
+    Route(
+        "GET",
+        "/v1/events",
+        Api._events,
+        "Each decision and its reason, as they happen",
+        "text/event-stream",
+        query={"after": "Go on after the decision with this seq; without it, from now on"},
+        headers={"Last-Event-ID": "The same, as browsers send it"},
+    ),
+    Route("GET", "/v1/jobs", Api._jobs, "All jobs", "Jobs"),
+    Route(
+        "POST",
+        "/v1/jobs",
+        Api._submit,
+        "Submit a job; the same one again changes nothing",
+        "Submitted",
+        body="JobSpec",
+        conflicts=True,
+    ),
+    Route("GET", "/v1/jobs/{job}", Api._job, "One job", "Job"),
+    Route(
+        "GET",
+        "/v1/jobs/{job}/journal",
+        Api._export,
+        "The job's hash chain, one link per line",
+        "application/jsonl",
+    ),
+    Route(
+        "GET",
+        "/v1/jobs/{job}/policy",
+        Api._policy,
+        "Its policy, its budgets, and what a fault would lead to",
+        "Policy",
+        query={"fault": "rank:2, node:n3, domain:NAME or drain:n3; several with commas"},
+    ),
+    Route(
+        "POST",
+        "/v1/jobs/{job}/stop",
+        Api._stop,
+        "End a job",
+        "Stopped",
+        {"save": Field((bool,), "write a checkpoint of the boundary first"), "why": _WHY},
+    ),
+    Route(
+        "POST",
+        "/v1/jobs/{job}/migrate",
+        Api._migrate,
+        "Move ranks that are well to spares, live",
+        "Followed",
+        {
+            "ranks": Field((list,), "the ranks, such as [2]", items=int),
+            "to": Field((str,), "only to this node; without it the best spare"),
+            "home": Field((bool,), "instead of ranks: all go back to where they started"),
+            "why": _WHY,
+            "dry_run": _DRY_RUN,
+        },
+        keyed=True,
+        conflicts=True,
+    ),
+    Route("GET", "/v1/nodes", Api._nodes, "All nodes", "Nodes"),
+    Route("GET", "/v1/nodes/{node}", Api._node, "One node", "Node"),
+    Route(
+        "POST",
+        "/v1/nodes/{node}/drain",
+        Api._drain,
+        "Nothing new comes to a node, and what is there moves away",
+        "Followed",
+        {"why": _WHY, "dry_run": _DRY_RUN},
+        keyed=True,
+    ),
+    Route(
+        "POST",
+        "/v1/nodes/{node}/undrain",
+        Api._undrain,
+        "A drained node may be used again",
+        "Followed",
+        {"dry_run": _DRY_RUN},
+        keyed=True,
+    ),
+    Route("GET", "/v1/incidents", Api._incidents, "Incidents, oldest first", "Incidents"),
+    Route("GET", "/v1/incidents/{incident}", Api._incident, "One incident", "Incident"),
+    Route("GET", "/v1/loans", Api._loans, "Who lent what to whom for how long", "Loans"),
+    Route("GET", "/v1/taints", Api._taints, "What is not to be used, and why", "Taints"),
+    Route(
+        "POST",
+        "/v1/taints",
+        Api._taint,
+        "There is a reason not to use a node or a slot; the worst of several sources counts",
+        "Followed",
+        {
+            "node": _NODE,
+            "slot": _SLOT,
+            "severity": Field((str,), "default: avoid", one_of=tuple(Severity)),
+            "reason": Field((str,), "what is wrong with it", required=True),
+            "source": Field((str,), "who says so; one taint of a place each; default: operator"),
+            "seconds": Field(
+                (int, float),
+                f"how long it lasts; default: {TAINT_SECONDS:g}",
+                above=0,
+                most=TAINT_SECONDS_MAX,
+            ),
+            "dry_run": _DRY_RUN,
+        },
+        keyed=True,
+    ),
+    Route(
+        "POST",
+        "/v1/taints/remove",
+        Api._untaint,
+        "The reason does not hold any more",
+        "Followed",
+        {
+            "node": _NODE,
+            "slot": _SLOT,
+            "source": Field((str,), "only what this source said; without it, all"),
+            "dry_run": _DRY_RUN,
+        },
+        keyed=True,
+    ),
+    Route(
+        "POST",
+        "/v1/freeze",
+        Api._freeze,
+        "From now on nothing is decided in the whole cluster",
+        "Followed",
+        {"why": _WHY, "dry_run": _DRY_RUN},
+        keyed=True,
+    ),
+    Route(
+        "POST",
+        "/v1/unfreeze",
+        Api._unfreeze,
+        "What waited is taken up again",
+        "Followed",
+        {"dry_run": _DRY_RUN},
+        keyed=True,
+    ),
+    Route(
+        "POST",
+        "/v1/webhooks/alertmanager",
+        Api._alertmanager,
+        "Alerts that mean taints, by the operator's mapping",
+        "AlertsDone",
+        body="AlertmanagerPayload",
+    ),
+)
+"""Everything that is served. The tests hold docs/openapi.json and the text above against it."""

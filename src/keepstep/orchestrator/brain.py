@@ -8,20 +8,23 @@ journaled: replaying without it gives the same state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from keepstep import sabotage
-from keepstep.model import EXIT_REQUEUE, JobId, JobState, NodeId, Phase, Rank, Sign
+from keepstep.model import JobId, JobState, NodeId, Phase, Rank, Sign
 from keepstep.orchestrator import (
+    clocks,
     homes,
     incidents,
     launch,
     lending,
     migration,
     nodes,
+    observe,
     planned,
     policy,
+    requests,
     slots,
     spares,
     taints,
@@ -29,6 +32,7 @@ from keepstep.orchestrator import (
 from keepstep.orchestrator.events import (
     DrainAsked,
     Event,
+    FreezeAsked,
     LinkLost,
     MigrateAsked,
     NodeSilent,
@@ -39,18 +43,21 @@ from keepstep.orchestrator.events import (
     TermBegan,
     Tick,
     UndrainAsked,
+    UnfreezeAsked,
     UntaintAsked,
 )
+from keepstep.orchestrator.happenings import Room
 from keepstep.orchestrator.state import (
-    REQUESTS_MAX,
     Cause,
     Cluster,
     Job,
+    NodeState,
     next_incarnation,
     slot_key,
 )
 from keepstep.orchestrator.turn import Note, Turn
 from keepstep.wire import (
+    Health,
     Hello,
     Observed,
     Order,
@@ -82,7 +89,7 @@ def step(cluster: Cluster, event: Event, now: float) -> Decision:
     """Take one event into account."""
     turn = Turn(cluster, now)
     _dispatch(turn, event)
-    if isinstance(event, Hello | StandbyReport | Tick | Submitted):
+    if isinstance(event, Hello | StandbyReport | Tick | Submitted | UnfreezeAsked):
         _use_room(turn)
     changed = turn.touched or bool(turn.orders)
     why = "; ".join(note.why for note in turn.notes) or turn.ignored
@@ -104,6 +111,8 @@ def due(cluster: Cluster) -> float | None:
     moments: list[float] = []
     for name in cluster.open_jobs:
         job = cluster.jobs[name]
+        if policy.stands_still(cluster, job):
+            continue
         moments += job.missing.values()
         if job.migration is not None:
             moments.append(migration.deadline(job))
@@ -113,7 +122,8 @@ def due(cluster: Cluster) -> float | None:
             moments.append(job.broken_at + policy.BROKEN_SECONDS_MAX)
         if job.stalls_at >= 0:
             moments.append(job.stalls_at + job.spec.policy.hang_settle_seconds)
-    moments += (since + nodes.SILENT_SETTLE_SECONDS for since in cluster.doubtful.values())
+    if not cluster.frozen:
+        moments += (since + nodes.SILENT_SETTLE_SECONDS for since in cluster.doubtful.values())
     return min(moments, default=None)
 
 
@@ -130,12 +140,21 @@ def _dispatch(turn: Turn, event: Event) -> None:
                 _bury(turn, event)
         case Publish():
             _publish(turn, event)
+        case Health():
+            if (sender := _sender(turn, event.node)) is not None:
+                taints.health(turn, sender, event)
         case Submitted():
             _submitted(turn, event)
         case StopAsked():
-            _stop_asked(turn, event)
+            requests.stop(turn, event)
         case MigrateAsked() | DrainAsked() | UndrainAsked() | TaintAsked() | UntaintAsked():
-            _asked(turn, event)
+            requests.follow(turn, event)
+        case FreezeAsked():
+            requests.follow(turn, event)
+        case UnfreezeAsked():
+            requests.follow(turn, event)
+            if turn.touched:
+                _tick(turn, Tick())
         case NodeSilent():
             nodes.silent(turn, event.node)
         case NodeVouched():
@@ -147,7 +166,7 @@ def _dispatch(turn: Turn, event: Event) -> None:
             turn.note(f"term {event.term} began")
             nodes.term_began(turn)
         case Tick():
-            _tick(turn)
+            _tick(turn, event)
         case _:
             assert_never(event)
 
@@ -168,16 +187,22 @@ def _message(turn: Turn, job: Job, event: Observed | Stalled | PhaseReport | Sta
 
 def _sender_and_job(turn: Turn, node: NodeId, name: JobId) -> Job | None:
     """The job that a node speaks of, if both are known and in play."""
-    state = turn.cluster.nodes.get(node)
-    if state is None or not state.alive:
-        turn.ignore(f"message from {node} ignored: it has to say hello first")
+    if _sender(turn, node) is None:
         return None
-    nodes.heard(turn, state)
     job = turn.cluster.jobs.get(name)
     if job is None or job.state.over or job.roster is None:
         turn.ignore(f"message about {name} from {node} ignored: that job does not run")
         return None
     return job
+
+
+def _sender(turn: Turn, node: NodeId) -> NodeState | None:
+    state = turn.cluster.nodes.get(node)
+    if state is None or not state.alive:
+        turn.ignore(f"message from {node} ignored: it has to say hello first")
+        return None
+    nodes.heard(turn, state)
+    return state
 
 
 # ---------------------------------------------------------------- observations
@@ -198,7 +223,7 @@ def _observed(turn: Turn, job: Job, event: Observed) -> None:
                 return
             what = f"rank {event.rank} on {event.node} hangs: {event.detail}"
             fault = incidents.Fault((incidents.cause_of(event),), what, kill=(event.rank,))
-            migration.step(turn, job, fault)
+            observe.fault(turn, job, fault)
         case _:
             assert_never(event.sign)
 
@@ -266,14 +291,15 @@ def _finished(turn: Turn, job: Job, event: Observed) -> None:
 def _died(turn: Turn, job: Job, cause: Cause) -> None:
     if cause.sign is Sign.FINISHED:
         why = f"rank {cause.rank} on {cause.node} had finished before the others came back"
-        migration.step(turn, job, incidents.Fault((cause,), why, dead=(cause.rank,)))
+        observe.fault(turn, job, incidents.Fault((cause,), why, dead=(cause.rank,)))
         return
     if job.migration is not None and cause.rank in job.migration.leavers:
         # A target: what befalls it on its way says nothing about the user's step.
-        migration.step(turn, job, incidents.died(job, cause))
+        observe.fault(turn, job, incidents.died(job, cause))
         return
     judgement = policy.respond(job, cause)
-    if judgement.response is policy.Response.STOP:
+    stops = judgement.response is policy.Response.STOP
+    if stops and not policy.stands_still(turn.cluster, job):
         first = job.exception if cause.sign is Sign.EXCEPTION else None
         job.detail = (first or cause).detail or judgement.why
         turn.note(incidents.died(job, cause).why, job)
@@ -284,11 +310,7 @@ def _died(turn: Turn, job: Job, cause: Cause) -> None:
     elif not policy.died_joining(job, cause):
         job.deaths[cause.rank] = policy.counted(job.deaths.get(cause.rank), cause)
     fault = incidents.died(job, cause)
-    migration.step(
-        turn,
-        job,
-        incidents.Fault(fault.causes, fault.why, fault.dead, (), judgement.settle_seconds),
-    )
+    observe.fault(turn, job, replace(fault, settle_seconds=judgement.settle_seconds))
 
 
 def _listens(job: Job) -> bool:
@@ -317,10 +339,13 @@ def _store_lost(turn: Turn, job: Job, event: Observed) -> None:
         turn.note(f"the store on {event.node} is gone")
     if job.roster is not None and job.roster.store_node == event.node:
         why = f"the store of generation {job.generation} on {event.node} is gone"
-        migration.step(turn, job, incidents.Fault((incidents.cause_of(event),), why))
+        observe.fault(turn, job, incidents.Fault((incidents.cause_of(event),), why))
 
 
 def _stalled(turn: Turn, job: Job, event: Stalled) -> None:
+    if policy.stands_still(turn.cluster, job):
+        turn.ignore(f"stall on {event.node} ignored: the cluster is frozen")
+        return
     if job.finished:
         turn.ignore(f"stall on {event.node} ignored: {job.spec.job} has made its last step")
         return
@@ -343,7 +368,7 @@ def _judge_evidence(turn: Turn, job: Job, *, ticking: bool) -> None:
         fault = incidents.broken_due(job, turn.now)
     if fault is not None:
         job.broken_at, job.stalls, job.stalls_at = -1.0, {}, -1.0
-        migration.step(turn, job, fault)
+        observe.fault(turn, job, fault)
 
 
 # ---------------------------------------------------------------- standbys, checkpoints, jobs
@@ -399,85 +424,34 @@ def _submitted(turn: Turn, event: Submitted) -> None:
     cluster.jobs[spec.job] = job
     cluster.open_jobs = tuple(sorted((*cluster.open_jobs, spec.job)))
     turn.note(f"job {spec.job} waits for {spec.nodes} nodes with {spec.ranks_per_node} slots", job)
-
-
-def _asked(
-    turn: Turn, event: MigrateAsked | DrainAsked | UndrainAsked | TaintAsked | UntaintAsked
-) -> None:
-    """What an operator asks for is followed once, however often the request arrives."""
-    known = turn.cluster.requests
-    if event.request and event.request in known:
-        turn.ignore(f"request {event.request} was followed already")
-        return
-    match event:
-        case MigrateAsked():
-            _migrate_asked(turn, event)
-        case DrainAsked():
-            taints.drain(turn, event.node, event.why)
-        case UndrainAsked():
-            taints.undrain(turn, event.node)
-        case TaintAsked():
-            taints.taint(turn, event)
-        case UntaintAsked():
-            taints.untaint(turn, event)
-        case _:
-            assert_never(event)
-    if event.request and turn.touched:
-        known[event.request] = turn.cluster.next()
-        if len(known) > REQUESTS_MAX:
-            del known[min(known, key=known.__getitem__)]
-
-
-def _migrate_asked(turn: Turn, event: MigrateAsked) -> None:
-    job = turn.cluster.jobs.get(event.job)
-    if job is None or job.state.over or job.roster is None:
-        turn.ignore(f"move of {event.job} ignored: it does not run")
-    elif bad := [rank for rank in event.ranks if not 0 <= rank < len(job.roster.seats)]:
-        turn.ignore(f"{event.job} has no rank {bad[0]}: it has {len(job.roster.seats)}")
-    elif why := planned.refusal(job):
-        turn.ignore(why)
-    elif event.home:
-        homes.go(turn, job, event.why)
-    else:
-        planned.wish(turn, job, event.ranks, event.why, event.to)
-        if not turn.touched:
-            turn.ignore(f"rank {', '.join(map(str, event.ranks[:8]))} is already to move")
-
-
-def _stop_asked(turn: Turn, event: StopAsked) -> None:
-    job = turn.cluster.jobs.get(event.job)
-    if job is None or job.state.over:
-        turn.ignore(f"stop of {event.job} ignored: it does not run")
-    elif not event.save or job.state is JobState.WAITING:
-        launch.finish(turn, job, JobState.STOPPED, 0, f"stopped: {event.why}")
-    elif job.state is JobState.PARKED:
-        why = f"boundary {job.published_step} is saved; run the job again to go on"
-        launch.finish(turn, job, JobState.SAVED, EXIT_REQUEUE, why)
-    elif job.migration is not None and job.migration.purpose == "save":
-        turn.ignore(f"{event.job} is already saving")
-    else:
-        migration.step(turn, job, migration.SaveAsked(event.why))
+    if cluster.frozen:
+        turn.note("the cluster is frozen: it starts after `keepstep unfreeze`", job)
 
 
 # ---------------------------------------------------------------- time and room
 
 
-def _tick(turn: Turn) -> None:
-    nodes.tick(turn)
-    taints.tick(turn)
-    homes.tick(turn)
-    lending.tick(turn)
+def _tick(turn: Turn, event: Tick) -> None:
+    if event.late_seconds > 0:
+        clocks.late(turn, event.late_seconds)
+    if not turn.cluster.frozen:
+        nodes.tick(turn)
+        taints.tick(turn)
+        homes.tick(turn)
+        lending.tick(turn)
     for name in turn.cluster.open_jobs:
         job = turn.cluster.jobs[name]
-        if job.roster is None:
+        if job.roster is None or policy.stands_still(turn.cluster, job):
             continue
         for rank, moment in sorted(job.missing.items()):
             if turn.now >= moment:
                 _not_found(turn, job, rank)
         if not job.state.over and _listens(job):
             _judge_evidence(turn, job, ticking=True)
-        if not job.state.over:
+        if not job.state.over and policy.acts(job):
             migration.step(turn, job, Tick())
+        elif not job.state.over:
+            observe.tick(turn, job)
 
 
 def _not_found(turn: Turn, job: Job, rank: Rank) -> None:
@@ -505,13 +479,15 @@ def _not_found(turn: Turn, job: Job, rank: Rank) -> None:
 
 def _use_room(turn: Turn) -> None:
     """Held jobs first, then those with ranks that shall move, then waiting ones, then standbys."""
+    if turn.cluster.frozen:
+        return
     jobs = [turn.cluster.jobs[name] for name in turn.cluster.open_jobs]
     jobs.sort(key=lambda job: (-job.spec.priority, job.spec.job))
     for job in jobs:
-        migration.step(turn, job, migration.Room())
+        migration.step(turn, job, Room())
         planned.begin(turn, job)
         if lending.seek(turn, job):
-            migration.step(turn, job, migration.Room())
+            migration.step(turn, job, Room())
             planned.begin(turn, job)
     launch.start_waiting(turn)
     for job in jobs:

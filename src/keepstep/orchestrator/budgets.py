@@ -1,5 +1,13 @@
 """How long each phase may take, and who is to blame when it takes longer. Pure.
 
+One budget, derived from what the job itself reported, in place of a ladder of timeouts:
+
+    max(budget_seconds_min, budget_steps x the median step) + bytes / (half the bandwidth)
+
+The median step is the slowest rank's, the bytes are those through the busiest rank (none but in
+REFORM), the bandwidth is what the slowest receiver of the last transfer got. Before the first step
+of a start there is no pace to go by, and the start-up time counts.
+
 Most of a job at once is never to blame: in a collective phase one rank holds up all, and killing
 those that wait would kill the state with them.
 """
@@ -7,14 +15,104 @@ those that wait would kill the state with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from keepstep.model import Phase, Rank, Sign
 from keepstep.orchestrator import policy
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import Cause, Job, Migration
+from keepstep.wire import SeatReport
 
 AGREE_SECONDS_MAX = 10.0
 """Workers answer from a thread of their own, at once; the leavers' move does not wait for more."""
+BYTES_PER_SECOND_ASSUMED = 100e6
+"""Until a transfer has been measured: a gigabit link that does what it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Seconds, and what they are made of."""
+
+    seconds: float
+    why: str
+
+
+def pace(job: Job) -> Budget:
+    """What ranks get that have to come to a boundary."""
+    limits, step = job.spec.policy, job.step_seconds
+    if not step:
+        seconds = limits.startup_seconds_max
+        return Budget(seconds, f"startup_seconds_max {seconds:g} s: no step is known yet")
+    seconds = _steps(job)
+    steps = f"{limits.budget_steps:g} x {step:.3g} s a step"
+    return Budget(seconds, f"max({limits.budget_seconds_min:g} s, {steps})")
+
+
+def _steps(job: Job) -> float:
+    limits = job.spec.policy
+    return max(limits.budget_seconds_min, limits.budget_steps * job.step_seconds)
+
+
+def spare(job: Job, until: float) -> None:
+    """Agents come back by then at the latest: from there on ranks have one budget to report."""
+    if job.migration is not None:
+        job.migration.spared_until = until + _steps(job)
+
+
+def moving(job: Job, bytes_moved: int) -> Budget:
+    """What ranks get that re-form, move so many bytes through the busiest of them, and verify."""
+    base = pace(job)
+    rate = job.bytes_per_second or BYTES_PER_SECOND_ASSUMED
+    source = "measured" if job.bytes_per_second else "assumed"
+    seconds = base.seconds + 2 * bytes_moved / rate
+    link = f"half of the {source} {_megabytes(rate)} MB/s"
+    return Budget(seconds, f"{base.why} + {_megabytes(bytes_moved)} MB at {link}")
+
+
+def _megabytes(number: float) -> str:
+    return f"{number / 1e6:,.0f}" if number >= 1e7 else f"{number / 1e6:.3g}"
+
+
+def phases(job: Job) -> dict[Phase, Budget]:
+    """What each phase would get now, for one rank's state to move."""
+    limits = job.spec.policy
+    startup = Budget(limits.startup_seconds_max, "startup_seconds_max")
+    return {
+        Phase.WARM: startup,
+        Phase.AGREE: Budget(AGREE_SECONDS_MAX, "workers answer at once, from a thread"),
+        Phase.ALLOCATE: Budget(policy.FENCE_SECONDS_MAX, "for kills to be confirmed"),
+        Phase.QUIESCE: pace(job),
+        Phase.REFORM: moving(job, job.state_bytes),
+        Phase.RESUME: startup,
+        Phase.HOLD: Budget(limits.hold_seconds_max, "hold_seconds_max"),
+        Phase.SAVE: startup,
+    }
+
+
+def hear(job: Job, taken: Sequence[SeatReport]) -> None:
+    """Steps have become longer: the others get their time at once, not after the phase.
+
+    After a start the first one who made a step sets the pace: so all are past their start-up.
+    """
+    migration = job.migration
+    assert migration is not None
+    started = migration.phase is Phase.RESUME and migration.cold
+    if started or (job.step_seconds and migration.phase is not Phase.RESUME):
+        job.step_seconds = max(job.step_seconds, *(seat.step_seconds for seat in taken))
+
+
+def learn(job: Job) -> None:
+    """All have reported: this is the job's pace now, and this is what its links carry."""
+    migration = job.migration
+    assert migration is not None
+    reports = migration.reports.values()
+    slowest = max((report.step_seconds for report in reports), default=0.0)
+    # After a live migration the joiner's first step, which may compile, says nothing new.
+    if slowest and (migration.phase is not Phase.RESUME or migration.cold):
+        job.step_seconds = slowest
+    job.state_bytes = max((r.state_bytes for r in reports), default=0) or job.state_bytes
+    rates = [r.moved_bytes / r.moved_seconds for r in reports if r.moved_seconds > 0]
+    job.bytes_per_second = min(filter(None, rates), default=job.bytes_per_second)
 
 
 def allocate(job: Job) -> float:
@@ -37,7 +135,7 @@ def quiesce(job: Job) -> float:
     waiting = len(now.seats) - len(migration.gone) - len(migration.reports)
     last = float("inf")
     if waiting > len(migration.fresh):
-        last = max(migration.phase_at + limits.quiesce_seconds_max, latest_busy(migration))
+        last = max(migration.phase_at + pace(job).seconds, latest_busy(migration))
     if migration.fresh:
         last = min(last, min(migration.fresh.values()) + limits.startup_seconds_max)
     if migration.phase is Phase.HOLD:
@@ -48,11 +146,8 @@ def quiesce(job: Job) -> float:
 def reform(job: Job) -> float:
     migration = job.migration
     assert migration is not None
-    plan, limits = migration.plan, job.spec.policy
-    assert plan is not None
-    waves = 1 + max((move.wave for move in plan.moves), default=0)
-    moving = waves * plan.bytes_max / limits.transfer_bytes_per_second_min
-    end = migration.phase_at + limits.reform_seconds_max + moving
+    assert migration.plan is not None
+    end = migration.phase_at + moving(job, migration.plan.bytes_max).seconds
     return max(end, latest_busy(migration))
 
 
@@ -91,7 +186,7 @@ def slow_to_quiesce(job: Job, now: float) -> list[Rank]:
     migration = job.migration
     assert migration is not None
     limits = job.spec.policy
-    end = max(migration.phase_at + limits.quiesce_seconds_max, latest_busy(migration))
+    end = max(migration.phase_at + pace(job).seconds, latest_busy(migration))
     survivors_late = now >= end
     return [
         rank

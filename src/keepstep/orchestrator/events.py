@@ -12,7 +12,7 @@ from typing import Any
 from keepstep import codec
 from keepstep.errors import WireError
 from keepstep.model import TAINT_SECONDS, JobId, JobSpec, NodeId, Rank, Severity, Term
-from keepstep.wire import Hello, Observed, PhaseReport, Publish, Stalled, StandbyReport
+from keepstep.wire import Health, Hello, Observed, PhaseReport, Publish, Stalled, StandbyReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,23 @@ class UntaintAsked:
     node: NodeId
     slot: int = -1
     request: str = ""
+    source: str = ""
+    """Only what this source said; empty: whatever anybody said of this place."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreezeAsked:
+    """Until it is unfrozen Keepstep shall decide nothing by itself, in the whole cluster."""
+
+    why: str
+    request: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UnfreezeAsked:
+    """What waited may go on."""
+
+    request: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +127,9 @@ class LinkLost:
 class Tick:
     """Time has passed."""
 
+    late_seconds: float = 0.0
+    """So much later than it was due: our own loop was starved, and nobody else is to blame."""
+
 
 @dataclass(frozen=True, slots=True)
 class TermBegan:
@@ -125,6 +145,7 @@ Event = (
     | PhaseReport
     | StandbyReport
     | Publish
+    | Health
     | Submitted
     | StopAsked
     | MigrateAsked
@@ -132,6 +153,8 @@ Event = (
     | UndrainAsked
     | TaintAsked
     | UntaintAsked
+    | FreezeAsked
+    | UnfreezeAsked
     | NodeSilent
     | NodeVouched
     | LinkLost
@@ -148,6 +171,7 @@ _KINDS: dict[str, type] = {
         PhaseReport,
         StandbyReport,
         Publish,
+        Health,
         Submitted,
         StopAsked,
         MigrateAsked,
@@ -155,6 +179,8 @@ _KINDS: dict[str, type] = {
         UndrainAsked,
         TaintAsked,
         UntaintAsked,
+        FreezeAsked,
+        UnfreezeAsked,
         NodeSilent,
         NodeVouched,
         LinkLost,

@@ -40,6 +40,8 @@ from keepstep.orchestrator.turn import Turn
 def start_waiting(turn: Turn) -> None:
     """Start what waits and fits, the most urgent first."""
     cluster = turn.cluster
+    if cluster.frozen:
+        return
     waiting = [
         job
         for job in map(cluster.jobs.__getitem__, cluster.open_jobs)
@@ -144,9 +146,11 @@ def start_cold(turn: Turn, job: Job, seats: list[Seat]) -> None:
     assert job.roster is not None
     job.settled = (Settled(job.roster, turn.cluster.counter),)
     job.begun = False
-    job.finished = {}
+    # Whoever an agent did not find was of the old run: its successor is not dead.
+    job.finished, job.missing = {}, {}
     job.state = JobState.STARTING
     job.step = job.published_step
+    job.step_seconds = 0.0
     migration.cold = True
     migration.gone, migration.fresh, migration.fences = {}, {}, {}
     change_phase(turn, job, Phase.RESUME)

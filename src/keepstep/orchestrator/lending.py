@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from keepstep.model import JobId, JobState, Seat
-from keepstep.orchestrator import launch, placing, planned, saving, seating, spares
+from keepstep.orchestrator import launch, placing, planned, policy, saving, seating, spares
 from keepstep.orchestrator.state import Cluster, Job, Loan
 from keepstep.orchestrator.turn import Turn
 
@@ -104,7 +104,7 @@ def _lenders(
 
 
 def _can_park(job: Job) -> bool:
-    return planned.steady(job) and job.begun
+    return planned.steady(job) and job.begun and policy.acts(job)
 
 
 def _devices(job: Job) -> frozenset[placing.Place]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from keepstep.model import JobState, MigrationId, NodeId, Phase, Rank, Sign
+from keepstep.model import JobState, MigrationId, Phase, Rank, Sign
 from keepstep.orchestrator import (
     allocate,
     budgets,
@@ -27,12 +27,14 @@ from keepstep.orchestrator import (
     planned,
     planning,
     policy,
+    reports,
     roster,
     saving,
     seating,
     spares,
 )
 from keepstep.orchestrator.events import Tick
+from keepstep.orchestrator.happenings import Happening, Room, SaveAsked, Thawed
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import (
     CAUSES_MAX,
@@ -50,21 +52,6 @@ SAME_FAULT_SECONDS = 2.0
 """Deaths this close together are one fault: they do not use up the recoveries of an incident."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """A slot or a standby became available."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveAsked:
-    """Leave in good order: a boundary, a checkpoint of it, exit 75."""
-
-    why: str
-
-
-Happening = Fault | PhaseReport | Room | SaveAsked | Tick
-
-
 def step(turn: Turn, job: Job, happening: Happening) -> None:
     """Take a job's migration one step further; a fault or a wish to save begins one."""
     match happening:
@@ -76,6 +63,8 @@ def step(turn: Turn, job: Job, happening: Happening) -> None:
             allocate.room(turn, job)
         case SaveAsked():
             saving.leave(turn, job, happening.why)
+        case Thawed():
+            _thawed(turn, job)
         case Tick():
             _tick(turn, job)
         case _:
@@ -104,7 +93,8 @@ def _fault(turn: Turn, job: Job, fault: Fault) -> None:
         migration.kind, migration.purpose = "unplanned", "recover"
     turn.note(fault.why, job)
     early = migration.phase in (*planned.TRAINING, Phase.ALLOCATE, Phase.QUIESCE, Phase.HOLD)
-    if again and not (early and turn.now - incident.opened_at < SAME_FAULT_SECONDS):
+    same = early and turn.now - incident.opened_at < SAME_FAULT_SECONDS
+    if again and not same and not policy.stands_still(turn.cluster, job):
         migration.recoveries += 1
         incident.recoveries = migration.recoveries
     if migration.phase is Phase.RESUME and not fault.dead and not fault.kill:
@@ -134,6 +124,11 @@ def _take_along(turn: Turn, job: Job, ranks: set[Rank]) -> None:
 
 def _after_fault(turn: Turn, job: Job, fault: Fault) -> None:
     migration, _ = in_migration(job)
+    if policy.stands_still(turn.cluster, job):
+        turn.note("the cluster is frozen: nothing is done about it before it is unfrozen", job)
+        if migration.phase is not Phase.FALLBACK:
+            allocate.begin(turn, job)
+        return
     worn_out = f"{migration.recoveries} recoveries did not end it"
     often = migration.recoveries > job.spec.policy.recoveries_max and not migration.saves
     if often and not job.begun and migration.phase is not Phase.FALLBACK:
@@ -174,39 +169,39 @@ def _report(turn: Turn, job: Job, report: PhaseReport) -> None:
         return
     row = TABLE[migration.phase]
     if report.phase is not row.counts:
-        _progress(turn, job, report)
+        reports.progress(turn, job, report)
         return
-    taken: list[SeatReport] = []
-    for seat in report.seats:
-        known = 0 <= seat.rank < len(now.seats) and _place(job, seat.rank) == report.node
-        if not known or seat.rank in migration.gone or seat.rank in migration.reports:
-            continue
-        if seat.busy_seconds > 0:
-            # Not done yet, and it said for how long at most: its budget waits.
-            migration.busy[seat.rank] = turn.now + seat.busy_seconds
-            turn.note(f"rank {seat.rank} is busy for up to {seat.busy_seconds:g} s", job)
-        else:
-            migration.reports[seat.rank] = seat
-            migration.fresh.pop(seat.rank, None)
-            taken.append(seat)
+    taken = reports.take(turn, job, report)
     if not taken:
-        if turn.touched:
-            return
-        turn.ignore(f"report of {report.phase} from {report.node} ignored: nothing new in it")
         return
     turn.touched = True
-    _taken(turn, job, report.phase, taken)
+    budgets.hear(job, taken)
+    trains = migration.phase is Phase.RESUME
+    if trains or not policy.stands_still(turn.cluster, job):
+        _weigh(turn, job, taken)
+
+
+def _weigh(turn: Turn, job: Job, taken: list[SeatReport]) -> None:
+    """What reports lead to: trouble at once, the next phase when all are there."""
+    migration, _ = in_migration(job)
+    row = TABLE[migration.phase]
+    assert row.counts is not None
+    _taken(turn, job, row.counts, taken)
     still = job.migration
     if still is migration and migration.phase in TABLE and TABLE[migration.phase] is row:
         _complete(turn, job)
 
 
-def _place(job: Job, rank: Rank) -> NodeId | None:
-    """Where the worker is whose report counts."""
-    migration, now = in_migration(job)
-    if migration.phase is not Phase.WARM:
-        return now.seats[rank].node
-    return migration.coming[rank].node if rank in migration.coming else None
+def _thawed(turn: Turn, job: Job) -> None:
+    """The cluster is not frozen any more: go on with what came meanwhile."""
+    migration = job.migration
+    if migration is None or migration.purpose == "save":
+        return
+    if TABLE[migration.phase].counts is None:
+        orders.tell(turn, job)
+        allocate.if_ready(turn, job)
+    elif migration.reports:
+        _weigh(turn, job, list(migration.reports.values()))
 
 
 def _complete(turn: Turn, job: Job) -> None:
@@ -214,19 +209,11 @@ def _complete(turn: Turn, job: Job) -> None:
     migration, now = in_migration(job)
     warming = migration.phase is Phase.WARM
     awaited = len(migration.coming) if warming else len(now.seats) - len(migration.gone)
-    if len(migration.reports) >= awaited:
+    # Leavers are a way back: a frozen cluster does not let go of them.
+    kept = migration.leavers and policy.stands_still(turn.cluster, job)
+    if len(migration.reports) >= awaited and not kept:
+        budgets.learn(job)
         TABLE[migration.phase].done(turn, job)
-
-
-def _progress(turn: Turn, job: Job, report: PhaseReport) -> None:
-    """News on the way to VERIFY is shown, and helps to tell who hangs; the rest is late."""
-    migration, _ = in_migration(job)
-    if migration.phase is Phase.REFORM and report.phase in (Phase.REFORM, Phase.TRANSFER):
-        for seat in report.seats:
-            migration.progress[seat.rank] = report.phase
-        turn.touched = True
-        return
-    turn.ignore(f"stale report of {report.phase} from {report.node} ignored in {migration.phase}")
 
 
 def _taken(turn: Turn, job: Job, phase: Phase, taken: list[SeatReport]) -> None:
@@ -265,11 +252,10 @@ def _plan(turn: Turn, job: Job) -> None:
         return
     if migration.gone:
         return
-    reports = migration.reports
     if too_early := planning.too_early(job, migration):
         launch.fall_back(turn, job, f"{too_early}, so nothing is lost", outcome="restart")
         return
-    verdict = roster.judge(reports)
+    verdict = roster.judge(migration.reports)
     if verdict.problem:
         allocate.last_resort(turn, job, verdict.why)
         return
@@ -287,37 +273,18 @@ def _plan(turn: Turn, job: Job) -> None:
 
 
 def _unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> None:
-    """State did not arrive whole: another round without the sources that were used."""
-    migration, _ = in_migration(job)
-    plan = migration.plan
-    assert plan is not None
-    worst = bad[0]
-    other = f"digest {worst.digest[:12]} is not {plan.digest[:12]}"
-    why = f"rank {worst.rank} is not verified: {worst.problem or other}"
-    orphans = [seat.rank for seat in bad if seat.problem.startswith("no private state")]
-    if orphans and not planning.homes_returned(turn, job, plan, orphans):
-        allocate.last_resort(turn, job, why)
-        return
-    suspects = planning.suspects(plan, bad)
-    if not suspects:
-        cause = Cause(Sign.BROKEN, worst.rank, detail=why)
-        _fault(turn, job, Fault((cause,), why))
-        return
-    for rank in suspects:
-        migration.excluded[rank] = migration.excluded.get(rank, 0) + 1
-    migration.attempts += 1
-    if migration.attempts < job.spec.policy.transfer_attempts_max:
-        barred = ", ".join(map(str, sorted(migration.excluded)[:8]))
-        turn.note(f"{why}; another round, suspected as sources: {barred}", job)
-        allocate.begin(turn, job)
-    elif all(rank in migration.excluded for rank in plan.winners):
-        allocate.last_resort(turn, job, f"{why}; {migration.attempts} attempts failed")
-    else:
-        # Fresh sources each time and still wrong: it is the receiver.
-        migration.attempts = 0
-        planning.taint(turn, job, worst.rank, f"rank {worst.rank} cannot receive whole state")
-        cause = Cause(Sign.HANG, worst.rank, detail=why)
-        _fault(turn, job, Fault((cause,), why, kill=(worst.rank,)))
+    """State did not arrive whole."""
+    answer = planning.unverified(turn, job, bad)
+    match answer:
+        case Fault():
+            _fault(turn, job, answer)
+        case planning.Again():
+            turn.note(answer.why, job)
+            allocate.begin(turn, job)
+        case planning.NoSource():
+            allocate.last_resort(turn, job, answer.why)
+        case _:
+            assert_never(answer)
 
 
 def _resume(turn: Turn, job: Job) -> None:
@@ -367,7 +334,8 @@ def _tick(turn: Turn, job: Job) -> None:
 def deadline(job: Job) -> float:
     """When the present phase must be over."""
     migration, _ = in_migration(job)
-    return TABLE[migration.phase].until(job)
+    row = TABLE[migration.phase]
+    return row.until(job) if row.counts is None else max(row.until(job), migration.spared_until)
 
 
 def _late_fences(turn: Turn, job: Job) -> None:
@@ -386,7 +354,12 @@ def _late_quiesce(turn: Turn, job: Job) -> None:
         turn.note(f"not all came to boundary {migration.agreed}: they stop where they can", job)
         allocate.begin(turn, job)
         return
-    _fault(turn, job, budgets.blame(job, budgets.slow_to_quiesce(job, turn.now)))
+    fault = budgets.blame(job, budgets.slow_to_quiesce(job, turn.now))
+    if not job.begun and not fault.kill:
+        # A whole start-up time, and most have not come as far as to hear us.
+        launch.fall_back(turn, job, f"no step was made yet, and {fault.why}", outcome="restart")
+        return
+    _fault(turn, job, fault)
 
 
 def _late_reports(turn: Turn, job: Job) -> None:

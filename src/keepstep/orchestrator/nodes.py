@@ -13,8 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from keepstep import sabotage
-from keepstep.model import JobId, NodeId, OrderId, Phase, Policy, Rank, Seat, Sign
-from keepstep.orchestrator import homes, incidents, migration, orders, planned, slots, spares
+from keepstep.model import JobId, Mode, NodeId, OrderId, Phase, Policy, Rank, Seat, Sign
+from keepstep.orchestrator import (
+    budgets,
+    homes,
+    incidents,
+    observe,
+    orders,
+    planned,
+    slots,
+    spares,
+)
 from keepstep.orchestrator.liveness import UNWATCHED_SECONDS_MAX
 from keepstep.orchestrator.state import (
     Cause,
@@ -34,7 +43,8 @@ SILENT_SETTLE_SECONDS = 0.25
 SELF_DOUBT_NODES_MIN = 2
 SELF_DOUBT_SECONDS_MAX = 15.0
 TERM_GRACE_SECONDS = 5.0
-"""A new leader gives agents this long to find it before their silence counts."""
+"""After a change of leader, or a freeze, agents have this long to come before their silence
+counts."""
 MISSING_SECONDS = 0.3
 """After a Hello: an agent that knows how a worker ended says so at once; then the worker is dead
 in any case."""
@@ -101,7 +111,7 @@ def _store_moved(turn: Turn, state: NodeState) -> None:
         if job.roster is not None and job.roster.store_node == state.node:
             cause = Cause(Sign.STORE_LOST, node=state.node)
             why = f"the store on {state.node} was replaced"
-            migration.step(turn, job, incidents.Fault((cause,), why))
+            observe.fault(turn, job, incidents.Fault((cause,), why))
 
 
 def _compare_workers(turn: Turn, state: NodeState, facts: tuple[WorkerFact, ...]) -> None:
@@ -298,9 +308,11 @@ def _given_up(turn: Turn, state: NodeState) -> str:
     jobs = [turn.cluster.jobs[name] for name in sorted({u.job for u in state.uses.values()})]
     policies = [job.spec.policy for job in jobs if not job.state.over] or [Policy()]
     silent_seconds_max = min(p.silent_seconds_max for p in policies)
-    vouched_for = (
-        0 <= state.vouched_at > turn.now - silent_seconds_max
-        and turn.now < turn.cluster.doubtful[state.node] + UNWATCHED_SECONDS_MAX
+    # Giving up a node of jobs that are only observed would end jobs that train.
+    only_observed = all(p.mode is Mode.OBSERVE for p in policies)
+    watched = turn.now < turn.cluster.doubtful[state.node] + UNWATCHED_SECONDS_MAX
+    vouched_for = 0 <= state.vouched_at > turn.now - silent_seconds_max and (
+        watched or only_observed
     )
     if state.silent_at >= 0 and turn.now >= state.silent_at + SILENT_SETTLE_SECONDS:
         return "" if vouched_for else "its heartbeats stopped"
@@ -344,7 +356,7 @@ def lose(turn: Turn, node: NodeId, why: str) -> None:
         in_vain = planned.lose_node(turn, job, node)
         fault = incidents.node_lost(job, node, why)
         if (seated and fault.dead) or in_vain:
-            migration.step(turn, job, fault)
+            observe.fault(turn, job, fault)
 
 
 def _forget_missing(job: Job, users: list[tuple[int, Occupant]]) -> None:
@@ -356,14 +368,20 @@ def _forget_missing(job: Job, users: list[tuple[int, Occupant]]) -> None:
 def term_began(turn: Turn) -> None:
     """A new leader has no streams yet; agents come to it. What is under way is told again."""
     cluster = turn.cluster
-    for node, state in cluster.nodes.items():
-        if state.alive:
-            state.linked, state.silent_at = False, -1.0
-            state.unlinked_at = turn.now + TERM_GRACE_SECONDS
-            cluster.doubtful[node] = turn.now + TERM_GRACE_SECONDS
+    give_grace(turn, [node for node, state in cluster.nodes.items() if state.alive])
     for name in cluster.open_jobs:
         job = cluster.jobs[name]
+        budgets.spare(job, turn.now + TERM_GRACE_SECONDS)
         orders.tell(turn, job)
         for _, standby in sorted(job.standbys.items()):
             if not standby.ready:
                 spares.start_standby(turn, job, standby)
+
+
+def give_grace(turn: Turn, away: Iterable[NodeId]) -> None:
+    """These nodes' agents are not connected; their silence counts only after a while."""
+    until = turn.now + TERM_GRACE_SECONDS
+    for node in tuple(away):
+        state = turn.cluster.nodes[node]
+        state.linked, state.silent_at, state.unlinked_at = False, -1.0, until
+        turn.cluster.doubtful[node] = until

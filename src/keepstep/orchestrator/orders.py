@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from keepstep.model import Endpoint, Generation, NodeId, Phase, Rank, Roster, Seat
-from keepstep.orchestrator import roster
+from keepstep.orchestrator import policy, roster
 from keepstep.orchestrator.state import Cluster, Job, Migration, generation_secret
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import (
@@ -40,7 +40,8 @@ def tell(turn: Turn, job: Job, only: NodeId | None = None) -> None:
             nodes = _nodes(turn.cluster, job, only)
             turn.order(job, "agree", nodes, Agree(), job.promised)
         case Phase.ALLOCATE | Phase.FALLBACK:
-            fence(turn, job, migration.fences, only)
+            if not policy.stands_still(turn.cluster, job):
+                fence(turn, job, migration.fences, only)
         case Phase.QUIESCE | Phase.HOLD:
             _tell_quiesce(turn, job, migration, only)
         case Phase.REFORM:

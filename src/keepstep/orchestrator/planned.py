@@ -24,7 +24,7 @@ from keepstep.model import (
     Seat,
     Sign,
 )
-from keepstep.orchestrator import launch, orders, placing, seating, slots, spares
+from keepstep.orchestrator import launch, orders, placing, policy, seating, slots, spares
 from keepstep.orchestrator.state import (
     Job,
     Leave,
@@ -90,6 +90,13 @@ def withdraw(turn: Turn, job: Job, why: str) -> None:
         turn.note(f"rank {', '.join(map(str, gone[:8]))} need not move any more", job)
 
 
+def reword(job: Job, before: str, why: str) -> None:
+    """The reason of these wishes has other words now; the wishes are what they were."""
+    for rank, leave in job.leaving.items():
+        if leave.why == before:
+            job.leaving[rank] = replace(leave, why=why)
+
+
 def refusal(job: Job) -> str:
     """Why no rank of this job can be moved, ever; empty if some can."""
     if job.spec.world_size == 1:
@@ -112,11 +119,16 @@ def begin(turn: Turn, job: Job) -> None:
     """Start to warm targets for all who wish to leave, if there is room for each."""
     if not steady(job) or not job.leaving or turn.now < job.leave_at or job.roster is None:
         return
+    if turn.cluster.frozen:
+        return
     _forget_stale(turn, job)
     # Somebody has to stay: the others get their state from those who do.
     first = sorted(job.leaving, key=lambda rank: (not job.leaving[rank].urgent, rank))
     ranks = sorted(first[: len(job.roster.seats) - 1])
     chosen = _choose(turn, job, ranks)
+    if not policy.acts(job):
+        _only_tell(turn, job, chosen)
+        return
     if not chosen:
         return
     launch.open_incident(turn, job)
@@ -135,6 +147,15 @@ def begin(turn: Turn, job: Job) -> None:
     why = job.leaving[min(chosen)].why
     turn.note(f"planned ({why}): warming {moved}; training goes on", job)
     orders.tell(turn, job)
+
+
+def _only_tell(turn: Turn, job: Job, chosen: dict[Rank, placing.Choice]) -> None:
+    """In mode observe the wish stays, and says what would become of it."""
+    for rank, choice in chosen.items():
+        waits = f"observe: would move to {choice.why}; this job's policy says mode = observe"
+        if job.leaving[rank].waits != waits:
+            job.leaving[rank] = replace(job.leaving[rank], waits=waits)
+            turn.note(f"observe: would move rank {rank} to {choice.why}", job)
 
 
 def _forget_stale(turn: Turn, job: Job) -> None:
@@ -203,8 +224,7 @@ def agreed(turn: Turn, job: Job) -> None:
     step_seconds = max(report.step_seconds for report in reports)
     ahead = math.ceil(LEAD_SECONDS / max(step_seconds, 0.001))
     migration.agreed = max(report.boundary for report in reports) + max(1, ahead)
-    why = f"all ranks stop at boundary {migration.agreed}"
-    _quiesce(turn, job, why, ahead * step_seconds)
+    _quiesce(turn, job, f"all ranks stop at boundary {migration.agreed}")
 
 
 def disagreed(turn: Turn, job: Job) -> None:
@@ -212,7 +232,7 @@ def disagreed(turn: Turn, job: Job) -> None:
     give_up(turn, job, "not all ranks said where they are")
 
 
-def _quiesce(turn: Turn, job: Job, why: str, seconds: float) -> None:
+def _quiesce(turn: Turn, job: Job, why: str) -> None:
     migration, before = job.migration, job.roster
     assert migration is not None
     assert before is not None
@@ -228,7 +248,6 @@ def _quiesce(turn: Turn, job: Job, why: str, seconds: float) -> None:
     launch.enter_generation(turn, job, new)
     launch.change_phase(turn, job, Phase.QUIESCE)
     migration.reports, migration.warm = migration.warm, {}
-    migration.busy = {seat.rank: turn.now + 4 * seconds for seat in new.seats}
     job.state = JobState.MIGRATING
     turn.note(f"{why}, in generation {job.generation}", job)
     orders.tell(turn, job)

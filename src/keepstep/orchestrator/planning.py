@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from keepstep.model import TAINT_SECONDS, Rank
+from keepstep.model import TAINT_SECONDS, Rank, Sign
 from keepstep.orchestrator import homes, roster
-from keepstep.orchestrator.state import Job, Migration, Plan, Taint, slot_key
+from keepstep.orchestrator.incidents import Fault
+from keepstep.orchestrator.state import Cause, Job, Migration, Plan, Taint, put_taint, slot_key
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import SeatReport
 
@@ -31,8 +33,9 @@ def reform(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:
     needy = roster.needy(verdict.boundary, reports)
     homes = roster.homes(needy, job.settled, turn.cluster.nodes)
     size = max((report.state_bytes for report in reports.values()), default=0)
+    busiest = roster.bytes_through_busiest(moves, size)
     return Plan(
-        verdict.boundary, verdict.digest, moves, homes, winners=verdict.winners, bytes_max=size
+        verdict.boundary, verdict.digest, moves, homes, winners=verdict.winners, bytes_max=busiest
     )
 
 
@@ -52,9 +55,52 @@ def taint(turn: Turn, job: Job, rank: Rank, why: str) -> None:
     assert now is not None
     seat = now.seats[rank]
     until = turn.now + TAINT_SECONDS
-    turn.cluster.taints[slot_key(seat.node, seat.slot)] = Taint(why, turn.now, until)
+    put_taint(turn.cluster, slot_key(seat.node, seat.slot), Taint(why, turn.now, until))
     homes.found_bad(turn.cluster.nodes[seat.node], turn.now)
     turn.note(f"{why}: it receives, and {seat.node} slot {seat.slot} is tainted", job)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Another round, without the sources that were used."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoSource:
+    """Nobody in the roster can give whole state."""
+
+    why: str
+
+
+def unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> Fault | Again | NoSource:
+    """State did not arrive whole: whom that casts doubt on, and what follows."""
+    migration = job.migration
+    assert migration is not None
+    plan = migration.plan
+    assert plan is not None
+    worst = bad[0]
+    other = f"digest {worst.digest[:12]} is not {plan.digest[:12]}"
+    why = f"rank {worst.rank} is not verified: {worst.problem or other}"
+    orphans = [seat.rank for seat in bad if seat.problem.startswith("no private state")]
+    if orphans and not homes_returned(turn, job, plan, orphans):
+        return NoSource(why)
+    doubtful = suspects(plan, bad)
+    if not doubtful:
+        return Fault((Cause(Sign.BROKEN, worst.rank, detail=why),), why)
+    for rank in doubtful:
+        migration.excluded[rank] = migration.excluded.get(rank, 0) + 1
+    migration.attempts += 1
+    if migration.attempts < job.spec.policy.transfer_attempts_max:
+        barred = ", ".join(map(str, sorted(migration.excluded)[:8]))
+        return Again(f"{why}; another round, suspected as sources: {barred}")
+    if all(rank in migration.excluded for rank in plan.winners):
+        return NoSource(f"{why}; {migration.attempts} attempts failed")
+    # Fresh sources each time and still wrong: it is the receiver.
+    migration.attempts = 0
+    taint(turn, job, worst.rank, f"rank {worst.rank} cannot receive whole state")
+    return Fault((Cause(Sign.HANG, worst.rank, detail=why),), why, kill=(worst.rank,))
 
 
 def homes_returned(turn: Turn, job: Job, plan: Plan, ranks: list[Rank]) -> bool:

@@ -10,8 +10,8 @@ import signal
 from dataclasses import dataclass
 from enum import StrEnum
 
-from keepstep.model import Sign
-from keepstep.orchestrator.state import Cause, Death, Job
+from keepstep.model import Mode, Sign
+from keepstep.orchestrator.state import Cause, Cluster, Death, Job
 
 EXCEPTION_SETTLE_SECONDS = 0.5
 """Ranks that raise at the same step do so within milliseconds: wait for the second one."""
@@ -49,6 +49,21 @@ class Judgement:
     response: Response
     why: str
     settle_seconds: float = 0.0
+
+
+def acts(job: Job) -> bool:
+    """False: what happens to this job is only told of. A save is somebody's explicit order."""
+    return job.spec.policy.mode is Mode.ACT or _saves(job)
+
+
+def stands_still(cluster: Cluster, job: Job) -> bool:
+    """True: the cluster is frozen. What happens to this job is recorded, and waits. A save does
+    not: it is somebody's explicit order."""
+    return bool(cluster.frozen) and not _saves(job)
+
+
+def _saves(job: Job) -> bool:
+    return job.migration is not None and job.migration.purpose == "save"
 
 
 def respond(job: Job, cause: Cause) -> Judgement:

@@ -7,6 +7,7 @@ tensor is never received into in place: see `moves`.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,17 @@ def moves(
         wave = 0 if target in first else 1
         planned.append(Move(target, ring[start : start + count], wave, target == staged))
     return tuple(planned)
+
+
+def bytes_through_busiest(planned: Sequence[Move], state_bytes: int) -> int:
+    """What the busiest rank sends or receives: waves one after another, a wave's moves at once."""
+    waves: dict[int, dict[tuple[str, Rank], float]] = {}
+    for move in planned:
+        loads = waves.setdefault(move.wave, {})
+        for source in move.sources:
+            loads["out", source] = loads.get(("out", source), 0.0) + 1 / len(move.sources)
+        loads["in", move.target] = 1.0
+    return math.ceil(state_bytes * sum(max(loads.values()) for loads in waves.values()))
 
 
 def trusted_sources(winners: Sequence[Rank], suspicion: Mapping[Rank, int]) -> list[Rank]:

@@ -96,6 +96,7 @@ class Orchestrator:
         self._alive = _Liveness()
         self._snapshot_seq = 0
         self._tick_waiting = False
+        self._tick_due = clock.monotonic()
         self._rereads = 0
         self._hurried = asyncio.Event()
         """Set by each step that changed something: the next tick may be due earlier now."""
@@ -216,7 +217,7 @@ class Orchestrator:
         steps: list[_Stepped] = []
         for item in waiting:
             if isinstance(item.event, events.Tick):
-                self._tick_waiting = False
+                item.event = self._tick_now()
             now = self.now()
             try:
                 decision = brain.step(self.cluster, item.event, now)
@@ -229,6 +230,12 @@ class Orchestrator:
             jobs = _jobs_touched(item.event, decision)
             steps.append(_Stepped(item, decision, jobs, view.phases(self.cluster, jobs), now))
         self._commit(steps)
+
+    def _tick_now(self) -> events.Tick:
+        """A tick that says by how much our own loop, not the cluster, was late for it."""
+        self._tick_waiting = False
+        limit = self._config.late_seconds_max
+        return events.Tick(own_lateness(self._tick_due, self._clock.monotonic(), limit))
 
     def _reread(self, item: _Waiting, error: Exception) -> None:
         """A bug of ours may have left the state half changed: leave the event out, and take the
@@ -315,7 +322,7 @@ class Orchestrator:
                 self._pulse()
             if now >= tick_due:
                 if not self._tick_waiting:
-                    self._tick_waiting = True
+                    self._tick_waiting, self._tick_due = True, tick_due
                     await self._inbox.put(_Waiting(events.Tick()))
                 tick_due = now + self._until_tick()
             look_due = min(pulse_due, now + QUIET_LOOK_SECONDS) if quiet else pulse_due
@@ -440,6 +447,7 @@ class Orchestrator:
                 | wire.PhaseReport()
                 | wire.StandbyReport()
                 | wire.Publish()
+                | wire.Health()
             ):
                 await self._inbox.put(_Waiting(message))
             case _:

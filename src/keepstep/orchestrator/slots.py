@@ -39,8 +39,8 @@ def usable(state: NodeState) -> bool:
 
 
 def tainted(cluster: Cluster, node: NodeId, slot: int, now: float) -> bool:
-    found = (cluster.taints.get(node), cluster.taints.get(slot_key(node, slot)))
-    return any(taint is not None and now < taint.until for taint in found)
+    found = (*cluster.taints.get(node, ()), *cluster.taints.get(slot_key(node, slot), ()))
+    return any(now < taint.until for taint in found)
 
 
 def free_slots(cluster: Cluster, state: NodeState, now: float) -> list[int]:

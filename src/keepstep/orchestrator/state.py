@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,7 @@ SETTLED_MAX = 4
 JOBS_OVER_MAX = 200
 REQUESTS_MAX = 1000
 LOANS_MAX = 1000
+TAINTS_PER_PLACE_MAX = 16
 DETAIL_CHARS_MAX = 8000
 
 
@@ -101,7 +103,7 @@ class Standby:
 
 @dataclass(frozen=True, slots=True)
 class Taint:
-    """A recorded reason not to use a node or a device."""
+    """A recorded reason not to use a node or a device: one per place and source."""
 
     reason: str
     at: float
@@ -166,6 +168,7 @@ class Plan:
     path: str = ""
     winners: tuple[Rank, ...] = ()
     bytes_max: int = 0
+    """What the busiest rank sends or receives, over all waves."""
 
 
 @dataclass(slots=True)
@@ -213,6 +216,9 @@ class Migration:
     """Planned: the old seats, with their workers waiting in case the new ones fail."""
     through: dict[Rank, int] = field(default_factory=dict)
     """Ranks whose workers ended in good order while others were still asked to stop."""
+    spared_until: float = 0.0
+    """Nobody is late before this: the leader changed, or the cluster was frozen, and agents have to
+    come back before their ranks can report."""
     stepped: bool = False
     """Some rank has made a step after this migration's RESUME."""
     agreed: int = -1
@@ -316,6 +322,12 @@ class Job:
     """Some rank committed a step since the workers were last started from the top."""
     step: int = -1
     """The newest boundary that the brain was told of; heartbeats know better."""
+    step_seconds: float = 0.0
+    """The slowest rank's median step, as last reported; 0: nothing is known since the start."""
+    state_bytes: int = 0
+    """What the largest rank holds, as last reported."""
+    bytes_per_second: float = 0.0
+    """What the slowest receiver of the last transfer got; 0: none was measured yet."""
     first_incarnation: int = 0
     """Above those of an earlier run of this job."""
     published_step: int = -1
@@ -336,6 +348,8 @@ class Job:
     deaths: dict[Rank, Death] = field(default_factory=dict)
     exception: Cause | None = None
     """The last exception that user code raised."""
+    observed: dict[str, float] = field(default_factory=dict)
+    """In mode observe: what was told of and not acted upon, and when it was last seen."""
     detail: str = ""
     exit_code: int = 0
     incidents: int = 0
@@ -357,9 +371,13 @@ class Cluster:
     """Living nodes whose stream is closed or whose heartbeats stopped, and since when."""
     drained: tuple[NodeId, ...] = ()
     """Nodes with a reason in NodeState.drained: a tick must not look at all nodes."""
+    frozen: str = ""
+    """Why nothing is decided at present; empty: things are."""
+    frozen_at: float = 0.0
     jobs: dict[JobId, Job] = field(default_factory=dict)
     open_jobs: tuple[JobId, ...] = ()
-    taints: dict[str, Taint] = field(default_factory=dict)
+    taints: dict[str, tuple[Taint, ...]] = field(default_factory=dict)
+    """By place, the worst first: see `put_taint`. No place has an empty tuple."""
     requests: dict[str, int] = field(default_factory=dict)
     """Operators' requests that were followed, and when, by the counter: a repetition is known."""
     closed: tuple[Incident, ...] = ()
@@ -421,3 +439,21 @@ def place_key(node: NodeId, slot: int = -1) -> str:
 
 def slot_key(node: NodeId, slot: int) -> str:
     return f"{node}/{slot}"
+
+
+def put_taint(cluster: Cluster, place: str, taint: Taint) -> None:
+    """Record what one source says of a place. What others say of it stands beside it."""
+    others = (other for other in cluster.taints.get(place, ()) if other.source != taint.source)
+    mild = list(Severity)
+    ordered = sorted((*others, taint), key=lambda t: (-mild.index(t.severity), t.source))
+    cluster.taints[place] = tuple(ordered[:TAINTS_PER_PLACE_MAX])
+
+
+def drop_taints(cluster: Cluster, place: str, gone: Iterable[Taint]) -> None:
+    """These taints of a place do not hold any more."""
+    lifted = {taint.source for taint in gone}
+    left = tuple(taint for taint in cluster.taints[place] if taint.source not in lifted)
+    if left:
+        cluster.taints[place] = left
+    else:
+        del cluster.taints[place]

@@ -5,17 +5,32 @@
     imminent   they move now, as many as there is room for; if the place dies first, that is an
                unplanned migration like any other
 
-A taint has a reason, a source and an end. A drain is an operator's word: it has no end, and takes
-a node out altogether.
+A taint has a reason, a source and an end. Each source has its own taint of a place, and the worst
+of them counts: an alert that is resolved lifts what it said itself, never what an operator said.
+A drain is an operator's word: it has no end, and takes a node out altogether.
 """
 
 from __future__ import annotations
 
-from keepstep.model import NodeId, Severity
+from collections.abc import Sequence
+from dataclasses import replace
+
+from keepstep.model import REASON_CHARS_MAX, TAINT_SECONDS_MAX, NodeId, Severity
 from keepstep.orchestrator import homes, planned, spares
 from keepstep.orchestrator.events import TaintAsked, UntaintAsked
-from keepstep.orchestrator.state import Job, NodeState, Taint, place_key
+from keepstep.orchestrator.state import (
+    Job,
+    NodeState,
+    Taint,
+    drop_taints,
+    place_key,
+    put_taint,
+)
 from keepstep.orchestrator.turn import Turn
+from keepstep.wire import Health
+
+HEALTH = "health"
+"""The source of what nodes' health programs say."""
 
 # ---------------------------------------------------------------- drains
 
@@ -56,57 +71,84 @@ def _drain_why(state: NodeState) -> str:
 
 def taint(turn: Turn, event: TaintAsked) -> None:
     """From now on there is a reason not to use this place."""
-    cluster = turn.cluster
-    state = cluster.nodes.get(event.node)
-    if state is None or event.slot >= state.slots:
-        turn.ignore(f"{place_key(event.node, event.slot)} is no place in this cluster")
-        return
+    state = turn.cluster.nodes.get(event.node)
     place = place_key(event.node, event.slot)
-    before = cluster.taints.get(place)
+    if state is None or event.slot >= state.slots:
+        turn.ignore(f"{place} is no place in this cluster")
+        return
+    before = _said_by(turn, place, event.source)
     new = Taint(event.reason, turn.now, turn.now + event.seconds, event.severity, event.source)
-    if before is not None and _same(before, new) and before.until >= new.until:
+    renewed = before is not None and _same(before, new)
+    said = f"({new.severity}, by {new.source}): {new.reason}, for {event.seconds:g} s"
+    if before is None:
+        turn.note(f"{place} is tainted {said}")
+    elif not renewed:
+        turn.note(f"{place} is tainted {said}")
+        _replace_wishes(turn, place, before, new)
+    elif before.until < new.until:
+        turn.note(f"{place} stays tainted {said}")
+        new = replace(new, at=before.at)
+    else:
         turn.ignore(f"{place} is tainted already: {before.reason}")
         return
-    cluster.taints[place] = new
-    if before is None or not _same(before, new):
-        said = f"{place} is tainted ({event.severity}, by {event.source}): {event.reason}"
-        turn.note(f"{said}, for {event.seconds:g} s")
-        if before is not None:
-            _withdraw(turn, _why(place, before))
-        if event.severity is not Severity.AVOID:
-            homes.found_bad(state, turn.now)
-    turn.touched = True
-    _clear_out(turn, state, event.slot, _why(place, new), event.severity)
+    put_taint(turn.cluster, place, new)
+    if not renewed and new.severity is not Severity.AVOID:
+        homes.found_bad(state, turn.now)
+    _clear_out(turn, state, event.slot, _why(place, new), event.severity, again=renewed)
 
 
 def untaint(turn: Turn, event: UntaintAsked) -> None:
+    """A source takes back its own word; without a source, everybody's."""
     place = place_key(event.node, event.slot)
-    gone = turn.cluster.taints.pop(place, None)
-    if gone is None:
-        turn.ignore(f"{place} is not tainted")
-        return
-    turn.note(f"{place} is not tainted any more (it was: {gone.reason})")
-    _withdraw(turn, _why(place, gone))
+    known = turn.cluster.taints.get(place, ())
+    gone = [taint for taint in known if event.source in ("", taint.source)]
+    if gone:
+        _lift(turn, place, gone)
+    else:
+        by = f" by {event.source}" if event.source else ""
+        turn.ignore(f"{place} is not tainted{by}")
+
+
+def health(turn: Turn, state: NodeState, event: Health) -> None:
+    """A node's health program speaks for the whole node: what it said before is replaced."""
+    bad = place_key(state.node, event.slot) if event.severity is not None else ""
+    for place in (place_key(state.node, slot) for slot in range(-1, state.slots)):
+        before = _said_by(turn, place, HEALTH)
+        if before is not None and place != bad:
+            _lift(turn, place, [before])
+    if event.severity is not None:
+        reason = event.reason[:REASON_CHARS_MAX]
+        seconds = min(event.seconds, TAINT_SECONDS_MAX)
+        taint(turn, TaintAsked(state.node, reason, event.severity, event.slot, HEALTH, seconds))
+    elif not turn.touched:
+        turn.ignore(f"{state.node} is well, by its health program")
 
 
 def tick(turn: Turn) -> None:
     """Taints whose time is over."""
-    over = [place for place, taint in turn.cluster.taints.items() if turn.now >= taint.until]
-    for place in sorted(over):
-        gone = turn.cluster.taints.pop(place)
-        turn.note(f"the taint of {place} has expired (it was: {gone.reason})")
-        _withdraw(turn, _why(place, gone))
+    for place, taints in sorted(turn.cluster.taints.items()):
+        over = [taint for taint in taints if turn.now >= taint.until]
+        if over:
+            _lift(turn, place, over, expired=True)
     # A rank that came back to such a place, by a fault of its target, has to leave again.
     for node in turn.cluster.drained:
         state = turn.cluster.nodes[node]
         if state.uses:
             _clear_out(turn, state, -1, _drain_why(state), Severity.LEAVE, again=True)
-    for place, taint in sorted(turn.cluster.taints.items()):
+    for place, taints in sorted(turn.cluster.taints.items()):
         name, _, slot = place.partition("/")
         there = turn.cluster.nodes.get(NodeId(name))
-        if taint.severity is not Severity.AVOID and there is not None and there.uses:
-            at = int(slot) if slot else -1
-            _clear_out(turn, there, at, _why(place, taint), taint.severity, again=True)
+        if there is None or not there.uses:
+            continue
+        for taint in taints:
+            if taint.severity is not Severity.AVOID:
+                at = int(slot) if slot else -1
+                _clear_out(turn, there, at, _why(place, taint), taint.severity, again=True)
+
+
+def _said_by(turn: Turn, place: str, source: str) -> Taint | None:
+    known = turn.cluster.taints.get(place, ())
+    return next((taint for taint in known if taint.source == source), None)
 
 
 def _same(left: Taint, right: Taint) -> bool:
@@ -115,6 +157,30 @@ def _same(left: Taint, right: Taint) -> bool:
 
 def _why(place: str, taint: Taint) -> str:
     return f"{place} is tainted: {taint.reason}"
+
+
+def _replace_wishes(turn: Turn, place: str, before: Taint, new: Taint) -> None:
+    if before.severity is not new.severity:
+        _withdraw(turn, _why(place, before))
+        return
+    # A reading in the reason changes with each look: who waits for room keeps its place in the row.
+    for name in turn.cluster.open_jobs:
+        planned.reword(turn.cluster.jobs[name], _why(place, before), _why(place, new))
+
+
+def _lift(turn: Turn, place: str, gone: Sequence[Taint], *, expired: bool = False) -> None:
+    drop_taints(turn.cluster, place, gone)
+    left = ", ".join(taint.source for taint in turn.cluster.taints.get(place, ()))
+    still = f"; it is still tainted by {left}" if left else ""
+    for taint in gone:
+        if expired:
+            said = f"the taint of {place} has expired"
+        elif left:
+            said = f"{place} is not tainted by {taint.source} any more"
+        else:
+            said = f"{place} is not tainted any more"
+        turn.note(f"{said} (it was: {taint.reason}){still}")
+        _withdraw(turn, _why(place, taint))
 
 
 def _withdraw(turn: Turn, why: str) -> None:

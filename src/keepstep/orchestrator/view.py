@@ -30,6 +30,7 @@ def describe(cluster: Cluster) -> dict[str, Any]:
     ]
     return {
         "term": cluster.term,
+        "frozen": {"why": cluster.frozen, "since": cluster.frozen_at} if cluster.frozen else None,
         "jobs": {name: job_view(job) for name, job in sorted(cluster.jobs.items())},
         "nodes": {
             node: node_view(cluster, cluster.nodes[node])
@@ -38,7 +39,8 @@ def describe(cluster: Cluster) -> dict[str, Any]:
         "incidents": [incident_view(i) for i in (*cluster.closed, *open_incidents)],
         "taints": [
             {"place": place, **codec.to_plain(taint)}
-            for place, taint in sorted(cluster.taints.items())
+            for place, taints in sorted(cluster.taints.items())
+            for taint in taints
         ],
         "loans": [loan_view(loan) for loan in (*cluster.loans, *_open_loans(cluster))],
     }
@@ -81,6 +83,7 @@ def job_view(job: Job) -> dict[str, Any]:
         "nodes": spec.nodes,
         "ranks_per_node": spec.ranks_per_node,
         "priority": spec.priority,
+        "mode": spec.policy.mode.value,
         "script": spec.script,
         "log_directory": spec.log_directory,
         "state_directory": spec.state_directory,
@@ -167,7 +170,6 @@ def node_view(cluster: Cluster, state: NodeState) -> dict[str, Any]:
     uses = []
     for slot in range(state.slots):
         user = state.uses.get(slot)
-        taint = cluster.taints.get(slot_key(state.node, slot))
         uses.append(
             {
                 "slot": slot,
@@ -175,7 +177,7 @@ def node_view(cluster: Cluster, state: NodeState) -> dict[str, Any]:
                 "rank": user.rank if user and user.rank >= 0 else None,
                 "standby": user is not None and user.rank < 0,
                 "fenced": user is not None and user.fenced,
-                "taint": taint.reason if taint else None,
+                "taint": _taint_reason(cluster, slot_key(state.node, slot)),
             }
         )
     return {
@@ -188,13 +190,19 @@ def node_view(cluster: Cluster, state: NodeState) -> dict[str, Any]:
         "free": state.slots - len(state.uses) if state.alive else 0,
         "store_good": state.store_good,
         "drained": state.drained or None,
-        "taint": cluster.taints[state.node].reason if state.node in cluster.taints else None,
+        "taint": _taint_reason(cluster, state.node),
         "empty": _is_empty(cluster, state),
         "faults": state.faults,
         "fault_at": state.fault_at if state.faults else None,
         "labels": dict(state.labels),
         "uses": uses,
     }
+
+
+def _taint_reason(cluster: Cluster, place: str) -> str | None:
+    """Why a place is not to be used: what the worst of its taints says."""
+    taints = cluster.taints.get(place)
+    return taints[0].reason if taints else None
 
 
 def _is_empty(cluster: Cluster, state: NodeState) -> bool:

@@ -109,6 +109,11 @@ class Inbox:
                 self._ready.wait(left)
             return self._orders.popleft()
 
+    def comes(self, seconds_max: float) -> bool:
+        """Whether an order waits, or comes in this time. It is left where it is."""
+        with self._ready:
+            return self._ready.wait_for(lambda: bool(self._orders), seconds_max)
+
     def report(self, kind: str, report: wire.WorkerReport) -> None:
         """Remember what an order led to, and say it."""
         with self._ready:

@@ -43,6 +43,8 @@ from keepstep.training.trouble import is_communication
 
 ORDER_SECONDS_MAX = 7 * 24 * 3600.0
 """The orchestrator's budgets end a wait, not this: training never stops because control does."""
+SAVE_SECONDS_MAX = 2.0
+"""In mode observe: so much later than its neighbours a rank may hear that all shall save."""
 _COMPARE_AT = (1, 2, 16, 256, 4096, 65536)
 """Boundaries at which all ranks compare digests to find private tensors."""
 _WATCHED_STEPS = 64
@@ -71,6 +73,8 @@ class Keeper:
         self.saved = checkpoint.newest(place) if self.has_state else None
         """The checkpoint that a rerun goes on from."""
         self._arrived: tuple[int, bytes] = (-1, b"")
+        self.moved: tuple[int, float] = (0, 0.0)
+        """What this rank received in the present generation: bytes, seconds."""
         self._mirror: Mirror | None = None
         self.mirror_stride = place.mirror_stride
         self.expected_collectives = 1
@@ -236,7 +240,8 @@ class Keeper:
         step = self.boundary.step
         self._watch_the_tail()
         samples = self._sample_range()
-        self.page.set_step_ns(self.boundary.applied())
+        step_ns = self.boundary.applied()
+        self.page.set_step_ns(step_ns)
         digest = self._slices.next(self.registry, step)
         self.log.remember(StepRecord(step, self.generation, samples, digest))
         assert self.cursor is not None, "a step has a cursor"
@@ -244,7 +249,11 @@ class Keeper:
         self.page.mark(Mark.APPLIED, step)
         if self.resumed_report_due:
             self.resumed_report_due = False
-            seat = wire.SeatReport(Rank(self.place.rank), boundary=step + 1, step=step)
+            rank, pace = Rank(self.place.rank), step_ns / 1e9
+            size = self.registry.state_bytes()
+            seat = wire.SeatReport(
+                rank, boundary=step + 1, state_bytes=size, step=step, step_seconds=pace
+            )
             self.report("Resume", Phase.RESUME, seat)
 
     def update_done(self) -> None:
@@ -375,6 +384,10 @@ class Keeper:
     def is_fault(self, error: BaseException) -> bool:
         """Is this a broken collective, or the user's own exception?"""
         called = self.inbox.due(self._here)
+        if self.place.observed and is_communication(error) and not called:
+            # Nobody comes to help. Only a save calls the ranks back, and our neighbours may have
+            # heard of it before us.
+            return self.inbox.comes(SAVE_SECONDS_MAX)
         return is_communication(error) or (isinstance(error, RuntimeError) and called)
 
     def fault(self, error: BaseException) -> None:
@@ -426,9 +439,14 @@ class Keeper:
         return wire.SeatReport(
             Rank(self.place.rank),
             boundary=self.boundary.step,
-            step_seconds=self.page.read().step_ns / 1e9,
+            step_seconds=self.step_seconds,
             unsettled=self.unsettled,
         )
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step so far; 0 before the first."""
+        return self.page.read().step_ns / 1e9
 
     def _passed(self, at: int) -> bool:
         return not self.has_state or self._here >= at

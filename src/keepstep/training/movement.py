@@ -42,6 +42,7 @@ Check = Callable[[Mapping[str, str]], str]
 def move_state(keeper: Keeper, reform: wire.Reform, check: Check) -> dict[str, str]:
     """This rank's part in all moves. Returns the digests of what it received, by name."""
     received: dict[str, str] = {}
+    keeper.moved = (0, 0.0)
     waves = sorted({move.wave for move in reform.moves})
     for wave in waves:
         landed: dict[str, str] = {}
@@ -94,7 +95,10 @@ def _receive(keeper: Keeper, move: Move, wanted: str) -> dict[str, str]:
 
     if not move.staged:
         keeper.tear()
+    began = time.monotonic()
     digests = transport.receive(side, tensors, move, verify=agreed if move.staged else None)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    keeper.moved = (size, time.monotonic() - began)
     received = dict(zip(names, digests, strict=True))
     if keeper.has_state:
         return received  # Staged bytes that were refused: the older state stands.

@@ -88,6 +88,7 @@ def _quiesce(keeper: Keeper, generation: int) -> None:
         entries=keeper.ring.boundaries() if keeper.ring is not None else (),
         state_bytes=keeper.registry.state_bytes(),
         unsettled=keeper.unsettled,
+        step_seconds=keeper.step_seconds,
     )
     keeper.report("Quiesce", Phase.QUIESCE, seat, generation)
 
@@ -146,7 +147,15 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     keeper.secret = reform.membership.secret
     keeper.open_mirror(reform.boundary, payload, generation)
     intact = keeper.has_state and keeper.boundary.step == reform.boundary
-    seat = wire.SeatReport(rank, boundary=reform.boundary, intact=intact, digest=digest)
+    moved_bytes, moved_seconds = keeper.moved
+    seat = wire.SeatReport(
+        rank,
+        boundary=reform.boundary,
+        intact=intact,
+        digest=digest,
+        moved_bytes=moved_bytes,
+        moved_seconds=moved_seconds,
+    )
     keeper.report("Reform", Phase.VERIFY, seat, generation)
 
 

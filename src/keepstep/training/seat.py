@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.model import Endpoint, Generation, JobId
+from keepstep.model import Endpoint, Generation, JobId, Mode
 
 
 @dataclass(slots=True)
@@ -43,6 +43,8 @@ class Place:
     mirror_stride: int
     state_directory: Path | None
     resume_from: str
+    observed: bool = False
+    """Mode observe: nobody will come to help, so a broken collective is an error like any other."""
 
 
 def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
@@ -70,4 +72,5 @@ def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
         mirror_stride=int(env.get("KEEPSTEP_MIRROR_STRIDE", "0")),
         state_directory=Path(state) if state else None,
         resume_from=env.get("KEEPSTEP_RESUME_FROM", ""),
+        observed=env.get("KEEPSTEP_MODE", "") == Mode.OBSERVE,
     )

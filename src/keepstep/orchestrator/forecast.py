@@ -1,0 +1,236 @@
+"""What would happen: a fault that did not, played on a copy of the cluster with the brain itself.
+
+    rank:2        the rank's process is killed        node:n3     the node is lost
+    domain:rack1  all nodes with that `nvlink_domain` are lost
+    drain:n3      an operator drains the node
+
+Nothing is journaled and nobody is told. A job that is only observed, and a cluster that is frozen,
+are played as if they were not; the answer says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from keepstep import codec
+from keepstep.errors import ConfigError
+from keepstep.model import JobId, Mode, NodeId, Phase, Policy, Rank, Seat, Sign
+from keepstep.orchestrator import brain, budgets, lending, nodes, observe, placing, slots, state
+from keepstep.orchestrator.events import DrainAsked
+from keepstep.orchestrator.incidents import died
+from keepstep.orchestrator.state import Cause, Cluster, Job, natural, slot_key
+from keepstep.orchestrator.turn import Turn
+
+KINDS = "give rank:2, node:n3, domain:NAME or drain:n3"
+REMEDIES_MAX = 8
+
+
+def policy_view(cluster: Cluster, name: JobId, faults: tuple[str, ...], now: float) -> Any:
+    """A job's policy, its present budgets, and what each of these faults would lead to.
+
+    Raises ConfigError for a fault that cannot be: it says which can.
+    """
+    job = cluster.jobs[name]
+    usual = codec.to_plain(Policy())
+    values = codec.to_plain(job.spec.policy)
+    told = faults or _usual_faults(job)
+    return {
+        "job": name,
+        "state": job.state.value,
+        "frozen": cluster.frozen or None,
+        "policy": {key: {"value": values[key], "default": usual[key]} for key in values},
+        "step_seconds": job.step_seconds or None,
+        "state_bytes": job.state_bytes or None,
+        "bytes_per_second": job.bytes_per_second or None,
+        "budgets": {
+            phase.value: {"seconds": budget.seconds, "why": budget.why}
+            for phase, budget in budgets.phases(job).items()
+        },
+        "forecasts": [forecast(cluster, name, text, now) for text in told],
+    }
+
+
+def _usual_faults(job: Job) -> tuple[str, ...]:
+    if job.roster is None or job.state.over:
+        return ()
+    return ("rank:0", f"node:{job.roster.seats[0].node}")
+
+
+def forecast(cluster: Cluster, name: JobId, text: str, now: float) -> dict[str, Any]:
+    """What one fault would lead to."""
+    before = cluster.jobs[name]
+    if before.roster is None or before.state.over:
+        raise ConfigError(f"{name} does not run: nothing can happen to it; see `keepstep status`")
+    copy = state.from_plain(state.to_plain(cluster))
+    copy.frozen = ""
+    job = copy.jobs[name]
+    job.spec = replace(job.spec, policy=replace(job.spec.policy, mode=Mode.ACT))
+    said = _play(copy, job, text, now)
+    said += _borrow(copy, job, now)
+    gone = sorted(job.migration.gone) if job.migration else []
+    waits = [leave.waits for leave in job.leaving.values() if leave.waits]
+    return {
+        "fault": text,
+        "outcome": _outcome(job, bool(waits)),
+        "says": said,
+        "moves": _moves(cluster, before, job),
+        "without_spare": gone,
+        "remedies": remedies(copy, job, now) if gone or waits else [],
+    }
+
+
+def _play(copy: Cluster, job: Job, text: str, now: float) -> list[str]:
+    kind, _, what = text.partition(":")
+    match kind:
+        case "rank":
+            return _kill(copy, job, what, now)
+        case "node":
+            return _lose(copy, [_known_node(copy, what)], now)
+        case "domain":
+            return _lose(copy, _known_domain(copy, what), now)
+        case "drain":
+            asked = DrainAsked(_known_node(copy, what), "a drain")
+            return [note.why for note in brain.step(copy, asked, now).notes]
+        case _:
+            raise ConfigError(f"{text!r} is no fault; {KINDS}")
+
+
+def _borrow(copy: Cluster, job: Job, now: float) -> list[str]:
+    """Which jobs of lower priority would give way, if there is no spare."""
+    turn = Turn(copy, now)
+    lending.seek(turn, job)
+    return [note.why for note in turn.notes if note.job != job.spec.job]
+
+
+def _kill(copy: Cluster, job: Job, what: str, now: float) -> list[str]:
+    assert job.roster is not None
+    last = len(job.roster.seats) - 1
+    if not (what.isascii() and what.isdigit()) or int(what) > last:
+        raise ConfigError(f"{job.spec.job} has no rank {what!r}; its ranks are 0 to {last}")
+    seat = job.roster.seats[int(what)]
+    cause = Cause(Sign.EXIT, seat.rank, seat.node, seat.incarnation, job.step, -9)
+    turn = Turn(copy, now)
+    observe.fault(turn, job, died(job, cause))
+    return [note.why for note in turn.notes]
+
+
+def _known_node(copy: Cluster, name: str) -> NodeId:
+    if NodeId(name) not in copy.nodes:
+        listed = ", ".join(sorted(copy.nodes, key=natural)[:8])
+        raise ConfigError(f"no node is called {name!r}; there are: {listed}")
+    return NodeId(name)
+
+
+def _known_domain(copy: Cluster, name: str) -> list[NodeId]:
+    there = {node: known.labels.get(placing.DOMAIN, "") for node, known in copy.nodes.items()}
+    found = [node for node, domain in there.items() if domain == name]
+    if not name or not found:
+        listed = ", ".join(sorted(set(there.values()) - {""})[:8])
+        raise ConfigError(
+            f"no node is in a domain {name!r}; there are: "
+            + (listed or f"none, as no agent has a label {placing.DOMAIN}")
+        )
+    return found
+
+
+def _lose(copy: Cluster, lost: list[NodeId], now: float) -> list[str]:
+    """All at once: none of them is a spare for another."""
+    turn = Turn(copy, now)
+    for node in lost:
+        copy.nodes[node].linked = False
+    for node in sorted(lost, key=natural):
+        if copy.nodes[node].alive:
+            nodes.lose(turn, node, "supposed")
+    return [note.why for note in turn.notes]
+
+
+def _outcome(job: Job, waits: bool) -> str:
+    """In one word."""
+    moving = job.migration
+    if job.state.over:
+        return job.state.value
+    if moving is not None and moving.outcome in ("fallback", "restart"):
+        return moving.outcome
+    if moving is not None and moving.phase is Phase.HOLD:
+        return "hold"
+    if waits:
+        return "waits"
+    return "nothing" if moving is None else "migrate"
+
+
+def _moves(cluster: Cluster, before: Job, job: Job) -> list[dict[str, Any]]:
+    """Which spare takes each rank, by comparing the seats."""
+    assert before.roster is not None
+    assert job.roster is not None
+    after = {seat.rank: seat for seat in job.roster.seats}
+    gone: dict[Rank, str] = {}
+    if job.migration is not None:
+        after |= job.migration.coming
+        gone = job.migration.gone
+    return [
+        {
+            "rank": seat.rank,
+            "from": codec.to_plain(seat),
+            "to": codec.to_plain(after[seat.rank]),
+            "why": _why_there(cluster, before, seat, after[seat.rank]),
+        }
+        for seat in before.roster.seats
+        if after[seat.rank].incarnation != seat.incarnation and seat.rank not in gone
+    ]
+
+
+def _why_there(cluster: Cluster, before: Job, seat: Seat, new: Seat) -> str:
+    standby = before.standbys.get(slot_key(new.node, new.slot))
+    if standby is not None:
+        return "ready standby" if standby.ready else "standby, still warming up"
+    if (new.node, new.slot) == (seat.node, seat.slot):
+        return "its own slot: a new process there"
+    user = cluster.nodes[new.node].uses.get(new.slot)
+    if user is None:
+        return "free slot: a process is started there"
+    who = "a standby" if user.rank < 0 else f"rank {user.rank}"
+    return f"the slot of {who} of {user.job}"
+
+
+# ---------------------------------------------------------------- what would help
+
+
+def remedies(cluster: Cluster, job: Job, now: float) -> list[str]:
+    """What would make a spare, the easiest first."""
+    found: list[str] = []
+    for node in sorted(cluster.nodes, key=natural):
+        there = cluster.nodes[node]
+        free = there.slots - len(there.uses)
+        if not there.alive:
+            found.append(f"bring {node} back: {there.slots} slots")
+        elif there.drained and free:
+            found.append(f"keepstep undrain {node}: {free} free slots ({there.drained})")
+        elif (not there.linked or there.silent_at >= 0) and free:
+            found.append(f"look after {node}: its agent is away, and {free} slots are free")
+        else:
+            found += _tainted(cluster, there, now)
+    found += _lower_jobs(cluster, job)
+    return [*found[: REMEDIES_MAX - 1], "add a node: `keepstep run --orchestrator URL …` on it"]
+
+
+def _tainted(cluster: Cluster, there: state.NodeState, now: float) -> list[str]:
+    empty = [slot for slot in range(there.slots) if slot not in there.uses]
+    shut = [slot for slot in empty if slots.tainted(cluster, there.node, slot, now)]
+    if shut and there.node in cluster.taints:
+        return [f"keepstep untaint {there.node}: {cluster.taints[there.node][0].reason}"]
+    keys = [slot_key(there.node, slot) for slot in shut]
+    return [f"keepstep untaint {key}: {cluster.taints[key][0].reason}" for key in keys]
+
+
+def _lower_jobs(cluster: Cluster, job: Job) -> list[str]:
+    lower = [
+        other
+        for other in map(cluster.jobs.__getitem__, cluster.open_jobs)
+        if other.spec.priority < job.spec.priority and other.roster is not None
+    ]
+    return [
+        f"keepstep stop --save {other.spec.job}: {other.spec.world_size} slots, priority "
+        f"{other.spec.priority}"
+        for other in sorted(lower, key=lambda o: (o.spec.priority, o.spec.job))
+    ]

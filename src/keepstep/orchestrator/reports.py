@@ -1,0 +1,53 @@
+"""The reports of a phase: which of them count, which are late, and which only show progress."""
+
+from __future__ import annotations
+
+from keepstep.model import NodeId, Phase, Rank
+from keepstep.orchestrator.state import Job
+from keepstep.orchestrator.turn import Turn
+from keepstep.wire import PhaseReport, SeatReport
+
+
+def take(turn: Turn, job: Job, report: PhaseReport) -> list[SeatReport]:
+    """Keep what is new in a report of the present phase; returns the seats that are through it."""
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    taken: list[SeatReport] = []
+    for seat in report.seats:
+        known = 0 <= seat.rank < len(now.seats) and _place(job, seat.rank) == report.node
+        if not known or seat.rank in migration.gone or seat.rank in migration.reports:
+            continue
+        if seat.busy_seconds > 0:
+            # Not done yet, and it said for how long at most: its budget waits.
+            migration.busy[seat.rank] = turn.now + seat.busy_seconds
+            turn.note(f"rank {seat.rank} is busy for up to {seat.busy_seconds:g} s", job)
+        else:
+            migration.reports[seat.rank] = seat
+            migration.fresh.pop(seat.rank, None)
+            taken.append(seat)
+    if not taken and not turn.touched:
+        turn.ignore(f"report of {report.phase} from {report.node} ignored: nothing new in it")
+    return taken
+
+
+def progress(turn: Turn, job: Job, report: PhaseReport) -> None:
+    """News on the way to VERIFY is shown, and helps to tell who hangs; the rest is late."""
+    migration = job.migration
+    assert migration is not None
+    if migration.phase is Phase.REFORM and report.phase in (Phase.REFORM, Phase.TRANSFER):
+        for seat in report.seats:
+            migration.progress[seat.rank] = report.phase
+        turn.touched = True
+        return
+    turn.ignore(f"stale report of {report.phase} from {report.node} ignored in {migration.phase}")
+
+
+def _place(job: Job, rank: Rank) -> NodeId | None:
+    """Where the worker is whose report counts."""
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    if migration.phase is not Phase.WARM:
+        return now.seats[rank].node
+    return migration.coming[rank].node if rank in migration.coming else None
