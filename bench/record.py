@@ -41,6 +41,13 @@ def keep(bench: str, results: Mapping[str, Any]) -> Path:
     return path
 
 
+def read(path: Path) -> dict[str, Any]:
+    """What `keep` wrote."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        kept: dict[str, Any] = json.load(file)
+    return kept
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on, as far as the machine knows itself."""
     return {
