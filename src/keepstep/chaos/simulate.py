@@ -2,10 +2,11 @@
 
     python -m keepstep.chaos.simulate --seeds 500
 
-One seed is one job on a small cluster under a handful of faults. Streams drop and come back (what
-was in flight is lost, late or doubled), workers, agents, nodes and the orchestrator die, spares run
-out, user code raises. After every step the invariants are checked; a restart of the orchestrator
-replays snapshot and journal and must arrive at the very same state. A failure names its seed.
+One seed is one job on a small cluster under a handful of faults; every third seed is several jobs
+that compete for it. Streams drop and come back (what was in flight is lost, late or doubled),
+workers, agents, nodes, racks and the orchestrator die, spares run out, disks are full, user code
+raises. After every step the invariants are checked; a restart of the orchestrator replays snapshot
+and journal and must arrive at the very same state. A failure names its seed.
 """
 
 from __future__ import annotations
@@ -13,30 +14,28 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from keepstep.chaos.simulated import Agent, state_at
-from keepstep.chaos.simulated_faults import JOB, Faults
+from keepstep.chaos.simulated import Agent, Worker
+from keepstep.chaos.simulated_checks import Referee, Violation, ghosts
+from keepstep.chaos.simulated_faults import Faults
 from keepstep.chaos.simulated_group import Group
-from keepstep.model import JobSpec, JobState, NodeId, Policy, Rank, Term
-from keepstep.orchestrator import brain, events, nodes, policy, seating, state
+from keepstep.chaos.simulated_setting import POLICY, TRAIN, one_job, several_jobs
+from keepstep.model import JobId, JobSpec, JobState, NodeId, Term
+from keepstep.orchestrator import brain, events, nodes, policy, state
 from keepstep.orchestrator.liveness import Witness
+from keepstep.orchestrator.turn import Note
 from keepstep.wire import Hello, JobPulse, Message, Order, Published
 
-SECONDS_MAX = 400.0
-POLICY = Policy(
-    hold_seconds_max=20.0,
-    startup_seconds_max=40.0,
-)
+__all__ = ["Result", "Simulation", "Summary", "Violation", "run_seed", "run_seeds"]
 
 
-class Violation(AssertionError):
-    """An invariant does not hold."""
+QUIET_SECONDS = 80.0
+"""More than any budget and any number of steps: after it nothing happens any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,13 @@ class Result:
     moves: int
     """Planned migrations that released their leavers."""
     virtual_seconds: float
+    others: tuple[str, ...] = ()
+    """How the other jobs ended."""
+    loans: int = 0
+    """Times that a job was parked for another one, and went on."""
+    reclaimed: int = 0
+    """Times that a borrower was parked in turn."""
+    homecomings: int = 0
 
 
 @dataclass(slots=True)
@@ -66,20 +72,23 @@ class Summary:
 
     def lines(self) -> list[str]:
         ends = Counter(result.outcome for result in self.results)
+        others = Counter(end for result in self.results for end in result.others)
         kinds = Counter(kind for result in self.results for kind in result.faults)
         outcomes = Counter(out for result in self.results for out in result.incidents)
-        total = sum(result.events for result in self.results)
-        restarts = sum(result.restarts for result in self.results)
-        vouched = sum(result.vouched for result in self.results)
-        moves = sum(result.moves for result in self.results)
         return [
             "jobs:      " + ", ".join(f"{n} {end}" for end, n in sorted(ends.items())),
+            "others:    " + ", ".join(f"{n} {end}" for end, n in sorted(others.items())),
             "incidents: " + ", ".join(f"{n} {out}" for out, n in sorted(outcomes.items())),
             "faults:    " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())),
-            f"events:    {total}; {restarts} restarts replayed whole; {vouched} times vouched",
-            f"planned:   {moves} moves made",
+            f"events:    {self._sum('events')}, {self._sum('restarts')} restarts replayed whole",
+            f"silence:   {self._sum('vouched')} times vouched for",
+            f"planned:   {self._sum('moves')} moves made, {self._sum('homecomings')} went home",
+            f"lending:   {self._sum('loans')} loans, {self._sum('reclaimed')} reclaimed",
             f"{len(self.results)} seeds, all invariants held, {self.seconds:.1f} s of CPU",
         ]
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(result, name) for result in self.results)
 
 
 class Simulation(Faults):
@@ -102,30 +111,27 @@ class Simulation(Faults):
         self.restarts = 0
         self.stepped = 0
         self.faults: list[str] = []
-        self.user_fault = False
+        self.user_faults: set[JobId] = set()
         self._witness = Witness()
         self.vouched = 0
         self.silent_since: dict[NodeId, float] = {}
         self.story: list[str] = []
-        self.fallbacks = 0
-        self.cold_generation = 0
-        self.calm = False
+        self.calm: Worker | None = None
         self.calm_generation = 0
-        draw = self.random
-        active, ranks = draw.randint(2, 4), draw.randint(1, 3)
-        self.spec = JobSpec(
-            JOB,
-            "train.py",
-            nodes=active,
-            ranks_per_node=ranks,
-            spares=draw.randint(0, 3),
-            policy=POLICY,
-        )
-        self._group = Group(self, self.spec.world_size, draw.randint(40, 250))
-        extra = draw.choice((0, 1, 1, 2))
-        for i in range(active + extra):
-            slots = ranks + draw.choice((0, 0, 1, 2))
-            self._agents[NodeId(f"n{i}")] = Agent(self, NodeId(f"n{i}"), slots)
+        self.pending: list[JobId] = []
+        """Jobs that are to be submitted, for the first time or again."""
+        self._done = False
+        self._changed_at = self._now
+        self.setting = (several_jobs if seed % 3 == 2 else one_job)(self.random)
+        self._groups = {
+            spec.job: Group(self, spec.job, spec.world_size, steps)
+            for spec, steps in zip(self.setting.specs, self.setting.steps, strict=True)
+        }
+        for i, plan in enumerate(self.setting.nodes):
+            node = NodeId(f"n{i}")
+            agent = self._agents[node] = Agent(self, node, plan.slots, plan.labels)
+            agent.slow_to_leave = self.setting.compete
+        self._referee = Referee(self, self.planned_moves)
 
     # ------------------------------------------------------------ the world's face
 
@@ -135,8 +141,8 @@ class Simulation(Faults):
     def later(self, seconds: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self._now + seconds, next(self._tie), act))
 
-    def group(self) -> Group:
-        return self._group
+    def group(self, job: JobId) -> Group:
+        return self._groups[job]
 
     def agent(self, node: NodeId) -> Agent | None:
         return self._agents.get(node)
@@ -173,23 +179,30 @@ class Simulation(Faults):
         self.cluster = decision.cluster
         self.stepped += 1
         if decision.changed:
+            self._changed_at = self._now
             self.journal.append((event, self._now))
         elif checked and before != state.fingerprint(self.cluster):
             raise Violation(f"{event} changed the state and did not say so")
         if frozen >= 0 and frozen < self._frozen_generation():
             raise Violation("a new generation although the cluster is frozen")
         for note in decision.notes:
-            self.story.append(f"{self._now:9.3f} {note.phase:9} {note.why}")
-        self._check()
+            self.story.append(f"{self._now:9.3f} {note.phase:9} {self._told(note)}")
+        if decision.changed:
+            self._check(decision.notes)
+            self._referee.check_orders(decision.orders)
         for order in decision.orders:
             self._send(order)
         for node, answer in decision.answers:
             self._answer(node, answer)
 
     def _frozen_generation(self) -> int:
-        """The job's generation if nothing may be decided about it now; -1 otherwise."""
-        job = self.cluster.jobs.get(JOB)
-        return job.generation if job and policy.stands_still(self.cluster, job) else -1
+        """The jobs' generations together, if nothing may be decided about them now; else -1."""
+        jobs = self.cluster.jobs.values()
+        still = [job.generation for job in jobs if policy.stands_still(self.cluster, job)]
+        return sum(still) if still and len(still) == len(self.cluster.jobs) else -1
+
+    def _told(self, note: Note) -> str:
+        return f"{note.job:5} {note.why}" if self.setting.compete else note.why
 
     def _send(self, order: Order) -> None:
         for node in order.nodes:
@@ -214,6 +227,8 @@ class Simulation(Faults):
                 self.feed(events.NodeSilent(agent.node))
         self._hear_witnesses()
         self.feed(events.Tick())
+        if self.serving:
+            self._referee.tick()
         if not self._over():
             self.later(0.1, self.tick)
 
@@ -260,6 +275,7 @@ class Simulation(Faults):
 
     def crash_orchestrator(self) -> None:
         self.serving = False
+        self._referee.pause()
         for agent in self._agents.values():
             agent.linked = False
             agent.session += 1
@@ -284,92 +300,60 @@ class Simulation(Faults):
         for agent in self._agents.values():
             self.connect(agent, self.random.uniform(0.05, 1.0))
 
-    # ------------------------------------------------------------ invariants
+    # ------------------------------------------------------------ jobs
 
-    def _check(self) -> None:
-        job = self.cluster.jobs.get(JOB)
-        if job is None or job.roster is None:
+    def submit(self, spec: JobSpec) -> None:
+        """Somebody tries until somebody serves."""
+        if not self.serving:
+            self.later(0.3, lambda: self.submit(spec))
             return
-        moving = job.migration
-        if job.fallbacks > self.fallbacks:
-            self.fallbacks = job.fallbacks
-            self._judge_fallback()
-            self._group.committed = min(self._group.committed, max(job.published_step, 0))
-        if moving is not None and moving.cold and job.generation != self.cold_generation:
-            self.cold_generation = job.generation
-            start = max(job.published_step, 0)
-            if self._group.committed > start and moving.outcome != "fallback":
-                raise Violation(f"{moving.outcome} loses {self._group.committed - start} steps")
-            self._group.committed = min(self._group.committed, start)
-        owners: Counter[tuple[NodeId, int]] = Counter()
-        gone = job.migration.gone if job.migration else {}
-        for seat in job.roster.seats:
-            if seat.rank not in gone and seat.rank not in job.finished and not job.state.over:
-                owners[(seat.node, seat.slot)] += 1
-                user = self.cluster.nodes[seat.node].uses.get(seat.slot)
-                if user is None or (user.rank, user.incarnation) != (seat.rank, seat.incarnation):
-                    raise Violation(f"slot of {seat} belongs to {user}")
-        for standby in job.standbys.values():
-            owners[(standby.node, standby.slot)] += 1
-        for seat in seating.waiting(job):
-            owners[(seat.node, seat.slot)] += 1
-            user = self.cluster.nodes[seat.node].uses.get(seat.slot)
-            if user is None or (user.rank, user.incarnation) != (seat.rank, seat.incarnation):
-                raise Violation(f"slot of {seat}, who waits, belongs to {user}")
-        if owners and max(owners.values()) > 1:
-            raise Violation(f"a slot is booked twice: {owners.most_common(1)}")
+        self.pending.remove(spec.job)
+        self.feed(events.Submitted(spec))
 
-    def _judge_fallback(self) -> None:
-        """A fallback is right only if some state has no reachable home left."""
-        why = next(line for line in reversed(self.story) if "fallback: " in line)
-        # A node whose Hello is still on its way is nobody that the brain could have asked.
-        near = [
-            agent
-            for agent in self._agents.values()
-            if agent.up and not agent.cut and agent.linked and self.cluster.nodes[agent.node].alive
-        ]
-        whole = [
-            worker
-            for agent in near
-            for worker in agent.workers
-            if worker.alive and not worker.stopped and worker.intact and not worker.lies
-            if worker.state == state_at(worker.boundary) and worker.boundary > self._group.committed
-        ]
-        lost = re.search(r"no private state of rank (\d+) at boundary (\d+)", why)
-        if lost is not None:
-            rank, boundary = Rank(int(lost[1])), int(lost[2])
-            homes = [a.node for a in near if boundary in a.rings.get(rank, {})]
-            if homes:
-                raise Violation(f"fallback, but {homes} hold the private state of rank {rank}")
-        elif whole and "tie" not in why:
-            raise Violation(f"fallback, but rank {whole[0].rank} holds whole state")
+    def _resubmit(self) -> None:
+        """Where jobs compete, one that left in good order is run again."""
+        for spec in self.setting.specs if self.setting.compete else ():
+            job = self.cluster.jobs.get(spec.job)
+            left = job is not None and job.state in (JobState.SAVED, JobState.STOPPED)
+            if left and spec.job not in self.pending:
+                self.pending.append(spec.job)
+                self.later(self.random.uniform(0.5, 3.0), lambda s=spec: self.submit(s))  # type: ignore[misc]
+
+    def _check(self, notes: Sequence[Note] = ()) -> None:
+        self._referee.check(notes)
+        self._resubmit()
+        self._done = not self.pending and not self.cluster.open_jobs
 
     def _over(self) -> bool:
-        job = self.cluster.jobs.get(JOB)
-        return job is not None and job.state.over
+        return self._done
 
     # ------------------------------------------------------------ a run
 
     def run(self) -> Result:
         for agent in self._agents.values():
             self.connect(agent, self.random.uniform(0, 0.5))
-        self.later(self.random.uniform(0, 0.5), lambda: self.feed(events.Submitted(self.spec)))
+        for spec in self.setting.specs:
+            self.pending.append(spec.job)
+            self.later(self.random.uniform(0, 0.5), lambda s=spec: self.submit(s))  # type: ignore[misc]
         self.later(0.1, self.tick)
         self.later(0.7, self.watch)
         moment = 1.0
-        for _ in range(self.random.randint(1, 9)):
+        for _ in range(self.random.randint(1, self.setting.faults_max)):
             # Sometimes far apart, sometimes into the middle of the last one's recovery.
             moment += self.random.choice((0.02, 0.3, 1.5, 6.0)) * self.random.uniform(0.5, 1.5)
             self.later(moment, self.inject)
         if self.planned_moves:
             for _ in range(self.random.randint(1, 4)):
                 self.later(self.random.uniform(1.0, 12.0), self.plan)
-        end = self._now + SECONDS_MAX
-        while self._queue and self._now < end and not self._over():
+        began = self._now
+        end = began + self.setting.seconds_max
+        while self._queue and self._now < min(end, self._changed_at + QUIET_SECONDS):
+            if self._over():
+                break
             self._now, _, act = heapq.heappop(self._queue)
             act()
         self._check_end()
-        return self._result(end - SECONDS_MAX)
+        return self._result(began)
 
     def _check_end(self) -> None:
         """A job that is over leaves nothing behind where its end could be told."""
@@ -380,35 +364,40 @@ class Simulation(Faults):
             self._now, _, act = heapq.heappop(self._queue)
             act()
         for agent in told if self._over() else ():
-            ghosts = [w for w in agent.workers if w.alive and w.mode != "finished"]
-            if ghosts and agent.linked and agent.session == sessions[agent.node]:
-                raise Violation(f"the job is over and {agent.node} still runs {ghosts[0].seat}")
-            if self.cluster.nodes[agent.node].uses:
-                raise Violation(f"the job is over and uses {agent.node}")
+            left = ghosts((agent,))
+            if left and agent.linked and agent.session == sessions[agent.node]:
+                raise Violation(f"all is over and {agent.node} still runs {left[0]}")
+            if any(not user.fenced for user in self.cluster.nodes[agent.node].uses.values()):
+                raise Violation(f"all is over and {agent.node} is used")
 
     def _result(self, began: float) -> Result:
-        job = self.cluster.jobs.get(JOB)
-        if job is None or not job.state.over:
-            waits = job is not None and job.state in (JobState.WAITING, JobState.HELD)
-            if job is None or not waits:
-                raise Violation(f"the run did not end: {job.state if job else 'no job'}")
-        if job.state is JobState.FAILED and not self.user_fault:
-            raise Violation(f"failed without a fault of the user's: {job.detail}")
-        if job.state is JobState.FINISHED and self._group.committed < self._group.steps - 1:
-            raise Violation(f"finished after {self._group.committed} steps")
+        ends = []
+        for spec in self.setting.specs:
+            job = self.cluster.jobs.get(spec.job)
+            if job is None:
+                raise Violation(f"nobody knows {spec.job}")
+            self._referee.check_end(job, spec.job in self.user_faults)
+            ends.append(job.state.value)
         return Result(
             self.seed,
-            job.state.value,
+            ends[0],
             tuple(self.faults),
             tuple(incident.outcome for incident in self.cluster.closed),
-            job.generation,
-            self._group.committed,
+            self.cluster.jobs[TRAIN].generation,
+            self.group(TRAIN).committed,
             self.stepped,
             self.restarts,
             self.vouched,
-            sum("released: " in line for line in self.story),
+            self._count("released: "),
             self._now - began,
+            tuple(ends[1:]),
+            len(self.cluster.loans),
+            self._count("has lent it devices"),
+            self._count("go home): warming"),
         )
+
+    def _count(self, words: str) -> int:
+        return sum(words in line for line in self.story)
 
 
 def run_seed(seed: int, planned_moves: bool | None = None) -> Result:

@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from keepstep.model import Generation, JobId, JobSpec, NodeId, Phase, Rank, Seat, Sign
+from keepstep.model import (
+    EXIT_REQUEUE,
+    Generation,
+    JobId,
+    JobSpec,
+    NodeId,
+    Phase,
+    Rank,
+    Seat,
+    Sign,
+)
 from keepstep.wire import (
     Agree,
     Assign,
@@ -46,6 +56,9 @@ STALL_SECONDS = 4.0
 STEP_SECONDS = 0.06
 RING_ENTRIES = 4
 
+Rings = dict[Rank, dict[int, int]]
+"""The private entries of a job's ranks that one node's memory holds, by boundary."""
+
 
 class Collectives(Protocol):
     """What the ranks of a job do together, as far as an agent is concerned."""
@@ -54,6 +67,7 @@ class Collectives(Protocol):
 
     def launch(self, worker: Worker) -> None: ...
     def reform(self, worker: Worker, action: Reform) -> None: ...
+    def save(self, worker: Worker, action: Save) -> str: ...
     def die(self, worker: Worker, sign: Sign, exit_code: int, detail: str = "") -> None: ...
 
 
@@ -65,7 +79,7 @@ class World(Protocol):
     def now(self) -> float: ...
     def later(self, seconds: float, act: Callable[[], None]) -> None: ...
     def say(self, node: NodeId, message: Message) -> None: ...
-    def group(self) -> Collectives: ...
+    def group(self, job: JobId) -> Collectives: ...
     def agent(self, node: NodeId) -> Agent | None: ...
     def agents(self) -> list[Agent]: ...
 
@@ -78,7 +92,7 @@ class Worker:
     seat: Seat
     generation: Generation
     mode: str = "starting"
-    """starting | training | broken | quiesced | reforming | ready | finished"""
+    """starting | training | broken | quiesced | reforming | ready | saved | leaving | finished"""
     joiner: bool = False
     alive: bool = True
     stopped: bool = False
@@ -124,10 +138,13 @@ def digest_of(state: int) -> str:
 class Agent:
     """One node: its agent, its memory, its workers. `up` is the machine, `runs` is the agent."""
 
-    def __init__(self, world: World, node: NodeId, slots: int) -> None:
+    def __init__(
+        self, world: World, node: NodeId, slots: int, labels: dict[str, str] | None = None
+    ) -> None:
         self.world = world
         self.node = node
         self.slots = slots
+        self.labels = labels or {}
         self.boots = 1
         self.up = True
         self.runs = True
@@ -136,12 +153,14 @@ class Agent:
         self.session = 0
         self.store_port = 1
         self.term = 0
-        self.generation = 0
+        self.generations: dict[JobId, Generation] = {}
         self.workers: list[Worker] = []
         self.standbys: dict[int, StandbySlot] = {}
-        self.rings: dict[Rank, dict[int, int]] = {}
+        self.rings: dict[JobId, Rings] = {}
         self.ended: list[Observed] = []
         self.doomed_standby = False
+        self.slow_to_leave = False
+        """Its workers do not end at once when they are told to leave."""
 
     # ------------------------------------------------------------ telling
 
@@ -161,6 +180,7 @@ class Agent:
             standbys=tuple(
                 StandbyFact(s.job, slot, 1, s.ready) for slot, s in sorted(self.standbys.items())
             ),
+            labels=self.labels,
         )
 
     def introduce(self) -> None:
@@ -178,13 +198,17 @@ class Agent:
         if self.up and self.runs and self.linked and not self.cut:
             self.world.say(self.node, message)
 
+    def ring(self, job: JobId, rank: Rank) -> dict[int, int]:
+        """The private entries of a rank that this node's memory holds."""
+        return self.rings.get(job, {}).get(rank, {})
+
     def report(self, worker: Worker, phase: Phase, problem: str = "") -> None:
         seat = SeatReport(
             worker.rank,
             worker.boundary,
             worker.intact,
             digest_of(worker.state) if worker.boundary >= 0 else "",
-            tuple(sorted(self.rings.get(worker.rank, {}))),
+            tuple(sorted(self.ring(worker.job, worker.rank))),
             state_bytes=1000,
             step=worker.boundary,
             step_seconds=STEP_SECONDS if worker.intact else 0.0,
@@ -218,17 +242,24 @@ class Agent:
         if not (self.up and self.runs) or self.cut or order.term < self.term:
             return
         self.term = order.term
-        if order.generation < self.generation and not isinstance(order.action, Fence):
+        known = self.generations.get(order.job, Generation(0))
+        # Those that name their victim or their slot exactly are followed in any case.
+        exact = isinstance(order.action, Fence | StartStandby | DropStandby)
+        if order.generation < known and not exact:
             return
-        self.generation = max(self.generation, order.generation)
+        self.generations[order.job] = max(known, order.generation)
         match order.action:
-            case StartWorkers(seats=seats, membership=known, resume_from=origin):
+            case StartWorkers(seats=seats, membership=membership, resume_from=origin):
+                if order.generation > known and not self._of(order.job):
+                    # From the top of the script: entries of an earlier run would be lies.
+                    self.rings.pop(order.job, None)
                 for seat in seats:
-                    self._start(order, seat, known.mirror_stride, origin)
+                    self._start(order, seat, membership.mirror_stride, origin)
             case StartStandby(spec=spec, slot=slot):
                 self._start_standby(spec, slot)
             case DropStandby(slot=slot):
-                self.standbys.pop(slot, None)
+                if slot in self.standbys and self.standbys[slot].job == order.job:
+                    del self.standbys[slot]
             case Assign(seat=seat):
                 self._assign(order, seat)
             case Fence(seats=seats):
@@ -244,52 +275,67 @@ class Agent:
                         worker.stop_at = (at, order.generation)
                     else:
                         self.quiesce(worker, order.generation)
-            case Reform(membership=known):
+            case Reform(membership=membership):
                 for worker in self._of(order.job):
-                    worker.stride = known.mirror_stride
+                    worker.stride = membership.mirror_stride
                     stays = worker.leaves_in != order.generation
                     here = worker.generation == order.generation and worker.mode == "quiesced"
                     if here and stays:
-                        self.world.group().reform(worker, order.action)
+                        self.world.group(worker.job).reform(worker, order.action)
             case Resume():
                 for worker in self._of(order.job):
                     if worker.generation == order.generation and worker.mode == "ready":
                         self._resume(worker)
             case Save():
                 self._save(order, order.action)
-            case Stop():
-                self._stop(order.job)
+            case Stop(exit_code=exit_code):
+                self._stop(order.job, exit_code)
 
     def _of(self, job: JobId) -> list[Worker]:
-        return [worker for worker in self.workers if worker.alive and worker.job == job]
+        """Those who can follow an order."""
+        mine = (worker for worker in self.workers if worker.alive and worker.job == job)
+        return [worker for worker in mine if worker.mode != "leaving"]
 
-    def _known(self, seat: Seat) -> Worker | None:
+    def _known(self, job: JobId, seat: Seat) -> Worker | None:
         for worker in self.workers:
-            if worker.seat == seat:
+            if worker.job == job and worker.seat == seat:
                 return worker
         return None
 
+    def _vacate(self, slot: int) -> None:
+        """Whoever is still on the slot ends before somebody else begins there."""
+        for worker in self.workers:
+            if worker.alive and worker.seat.slot == slot:
+                self.world.group(worker.job).die(worker, Sign.EXIT, -9)
+
     def _start(self, order: Order, seat: Seat, stride: int, origin: str) -> None:
-        if self._known(seat) is not None:
+        if self._known(order.job, seat) is not None:
             return
+        self._vacate(seat.slot)
+        self.standbys.pop(seat.slot, None)
         worker = Worker(order.job, seat, order.generation, stride=stride)
         self.workers.append(worker)
-        start = int(origin.rsplit("-", 1)[1]) if origin else 0
+        # As planning.save names it: boundary-<step>-g<generation>.
+        start = int(origin.rsplit("-", 2)[1]) if origin else 0
 
         def begin() -> None:
             if worker.alive and worker.mode == "starting" and self.up:
                 worker.boundary, worker.state, worker.intact = start, state_at(start), True
                 worker.first_step = start
-                self.world.group().base = start
+                self.world.group(worker.job).base = start
                 worker.mode = "training"
-                self.world.group().launch(worker)
+                self.world.group(worker.job).launch(worker)
 
         self.world.later(self.world.random.uniform(0.2, 1.0), begin)
 
     def _start_standby(self, spec: JobSpec, slot: int) -> None:
-        if slot in self.standbys:
-            if self.standbys[slot].ready:
+        there = self.standbys.get(slot)
+        if there is not None and there.job == spec.job:
+            if there.ready:
                 self.tell(StandbyReport(self.node, spec.job, slot, 1, True))
+            return
+        if any(worker.alive and worker.seat.slot == slot for worker in self.workers):
+            self.tell(StandbyReport(self.node, spec.job, slot, 1, False, "the slot has a rank"))
             return
         parked = StandbySlot(spec.job)
         self.standbys[slot] = parked
@@ -302,31 +348,32 @@ class Agent:
         self.world.later(self.world.random.uniform(0.3, 2.0), ready)
 
     def _assign(self, order: Order, seat: Seat) -> None:
-        known = self._known(seat)
+        known = self._known(order.job, seat)
         if known is not None:
             if known.alive and known.generation < order.generation:
                 self.quiesce(known, order.generation)
             return
+        self._vacate(seat.slot)
         warm = self.standbys.pop(seat.slot, None)
         worker = Worker(order.job, seat, order.generation, joiner=True)
         self.workers.append(worker)
         if self.doomed_standby:
             self.doomed_standby = False
-            self.world.later(0.05, lambda: self.world.group().die(worker, Sign.EXIT, -9))
+            self.world.later(0.05, lambda: self.world.group(worker.job).die(worker, Sign.EXIT, -9))
 
         def joined() -> None:
             if worker.alive and self.up and worker.mode == "starting" and not worker.stopped:
                 worker.mode = "quiesced"
                 self.report(worker, Phase.QUIESCE)
 
-        delay = 0.5 if warm is not None and warm.ready else 2.0
+        delay = 0.5 if warm is not None and warm.ready and warm.job == order.job else 2.0
         self.world.later(self.world.random.uniform(0.1, delay), joined)
 
     def _fence(self, job: JobId, seats: tuple[Seat, ...]) -> None:
         for seat in seats:
-            worker = self._known(seat)
+            worker = self._known(job, seat)
             if worker is not None and worker.alive:
-                self.world.group().die(worker, Sign.EXIT, -9)
+                self.world.group(worker.job).die(worker, Sign.EXIT, -9)
             elif seat.node == self.node:
                 # Not here, or not any more: that is an answer too.
                 gone = Observed(self.node, job, Sign.EXIT, seat.rank, seat.incarnation)
@@ -366,36 +413,46 @@ class Agent:
         worker.mode = "training"
         worker.first_step = worker.boundary
         worker.launched = 0
-        self.world.group().launch(worker)
+        self.world.group(worker.job).launch(worker)
 
     def _save(self, order: Order, action: Save) -> None:
         for worker in self._of(order.job):
-            if worker.generation != order.generation or worker.mode not in ("quiesced", "saved"):
+            if worker.generation != order.generation or worker.leaves_in == order.generation:
                 continue
-            if worker.leaves_in == order.generation:
-                continue
-            if worker.rank == action.writer:
-                assert worker.boundary == action.boundary, "the writer is not at the boundary"
-                name = f"save-{order.generation}"
-                path = f"{action.path}-{action.boundary}"
-                self.tell(
-                    Publish(
-                        self.node,
-                        order.job,
-                        order.generation,
-                        worker.rank,
-                        action.boundary,
-                        path,
-                        name,
-                    )
-                )
-            worker.mode = "saved"
-            self.report(worker, Phase.SAVE)
+            if worker.mode == "saved" and worker.last is not None:
+                self.tell(worker.last)
+            elif worker.mode == "quiesced":
+                problem = self.world.group(worker.job).save(worker, action)
+                if worker.rank == action.writer and not problem:
+                    self._publish(worker, action)
+                worker.mode = "saved"
+                self.report(worker, Phase.SAVE, problem)
 
-    def _stop(self, job: JobId) -> None:
+    def _publish(self, worker: Worker, action: Save) -> None:
+        assert worker.boundary == action.boundary, "the writer is not at the boundary"
+        name = f"save-{worker.generation}"
+        at, path = action.boundary, action.path
+        self.tell(Publish(self.node, worker.job, worker.generation, worker.rank, at, path, name))
+
+    def _stop(self, job: JobId, exit_code: int) -> None:
         for worker in self._of(job):
-            worker.alive = False
+            if exit_code == EXIT_REQUEUE and self.slow_to_leave:
+                self._leave_slowly(worker)
+            else:
+                worker.alive = False
+        self.rings.pop(job, None)
         self.standbys = {s: p for s, p in self.standbys.items() if p.job != job}
+
+    def _leave_slowly(self, worker: Worker) -> None:
+        """A process that saved its part takes its time to end; its slot may be used by then."""
+        worker.mode = "leaving"
+
+        def end() -> None:
+            if worker.alive and self.up:
+                worker.alive = False
+                self.observe(worker, Sign.EXIT, EXIT_REQUEUE)
+
+        self.world.later(self.world.random.uniform(0.0, 2.0), end)
 
     def drop_standby(self, slot: int) -> None:
         """A parked worker dies."""
@@ -406,6 +463,11 @@ class Agent:
         """The store process dies; its successor listens elsewhere."""
         self.store_port += 1
         self.tell(Observed(self.node, job, Sign.STORE_LOST))
+
+    def store_moved(self) -> None:
+        """The same, told by a new Hello."""
+        self.store_port += 1
+        self.tell(self.hello())
 
     def answered(self, answer: Published) -> None:
         """The model's publishers do not retry."""

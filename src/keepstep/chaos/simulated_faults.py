@@ -7,27 +7,30 @@ from random import Random
 
 from keepstep.chaos.simulated import Agent, Worker
 from keepstep.chaos.simulated_group import Group
+from keepstep.chaos.simulated_setting import Setting
 from keepstep.model import JobId, JobSpec, NodeId, Rank, Severity, Sign
 from keepstep.orchestrator import events, state
-
-JOB = JobId("train")
+from keepstep.orchestrator.placing import RACK
 
 
 class Faults:
     """The part of a simulation that breaks things. Each method says whether it could."""
 
     random: Random
-    spec: JobSpec
+    setting: Setting
     cluster: state.Cluster
     serving: bool
-    user_fault: bool
-    calm: bool
+    user_faults: set[JobId]
+    calm: Worker | None
+    """Whose corrupt state is still to be found: no other fault until then."""
     calm_generation: int
     faults: list[str]
     story: list[str]
     _now: float
     _agents: dict[NodeId, Agent]
-    _group: Group
+
+    def group(self, job: JobId) -> Group:
+        raise NotImplementedError
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
         raise NotImplementedError
@@ -47,8 +50,13 @@ class Faults:
     def _over(self) -> bool:
         raise NotImplementedError
 
-    def workers(self) -> list[Worker]:
-        return [w for a in self._agents.values() if a.up for w in a.workers if w.alive]
+    def workers(self, job: JobId | None = None) -> list[Worker]:
+        living = (w for a in self._agents.values() if a.up for w in a.workers if w.alive)
+        return [worker for worker in living if job in (None, worker.job)]
+
+    def _some_spec(self) -> JobSpec:
+        specs = self.setting.specs
+        return self.random.choice(specs) if len(specs) > 1 else specs[0]
 
     def inject(self) -> None:
         kinds: dict[str, Callable[[], bool]] = {
@@ -72,17 +80,28 @@ class Faults:
             "sigterm": self._sigterm,
         }
         weights = [6, 3, 3, 4, 4, 3, 4, 4, 2, 2, 1, 1, 1, 0.4, 0.4, 1, 1, 0.3]
+        if self.setting.compete:
+            kinds |= {
+                "rack loss": self._lose_rack,
+                "power loss": lambda: self._lose_node(cut=False),
+                "save fails": self._fail_saves,
+            }
+            weights += [6, 10, 4]
         kind = self.random.choices(list(kinds), weights)[0]
-        job = self.cluster.jobs.get(JOB)
-        if job is not None and job.migration is None and job.generation > self.calm_generation:
-            self.calm = False
-        if not self._over() and not self.calm and kinds[kind]():
+        self._end_calm()
+        if not self._over() and self.calm is None and kinds[kind]():
             self.faults.append(kind)
             self.story.append(f"{self._now:9.3f} FAULT     {kind}")
 
+    def _end_calm(self) -> None:
+        job = self.cluster.jobs.get(self.calm.job) if self.calm else None
+        if job is not None and job.migration is None and job.generation > self.calm_generation:
+            self.calm = None
+
     def plan(self) -> None:
         """What an operator may ask for, at any moment."""
-        job = self.cluster.jobs.get(JOB)
+        spec = self._some_spec()
+        job = self.cluster.jobs.get(spec.job)
         if job is None or job.roster is None or self._over() or not self.serving:
             return
         draw = self.random.random()
@@ -93,11 +112,7 @@ class Faults:
             self._freeze()
             return
         if draw < 0.6:
-            ranks = self.random.sample(range(self.spec.world_size), self.random.randint(1, 2))
-            event = events.MigrateAsked(JOB, tuple(Rank(r) for r in sorted(ranks)), "asked")
-            self.feed(event)
-            self.faults.append("migrate")
-            self.story.append(f"{self._now:9.3f} PLAN      migrate {ranks}")
+            self._migrate(spec, home=self.setting.compete and draw > 0.45)
             return
         node = self.random.choice(list(self._agents))
         self.feed(events.DrainAsked(node, "patches"))
@@ -116,6 +131,16 @@ class Faults:
             self.feed(events.UnfreezeAsked())
         else:
             self.later(0.3, self._unfreeze)
+
+    def _migrate(self, spec: JobSpec, *, home: bool) -> None:
+        ranks: list[int] = []
+        if not home:
+            count = min(self.random.randint(1, 2), spec.world_size)
+            ranks = sorted(self.random.sample(range(spec.world_size), count))
+        which = tuple(Rank(rank) for rank in ranks)
+        self.feed(events.MigrateAsked(spec.job, which, "asked", home=home))
+        self.faults.append("migrate home" if home else "migrate")
+        self.story.append(f"{self._now:9.3f} PLAN      migrate {spec.job} {ranks or 'home'}")
 
     def _taint(self) -> None:
         node = self.random.choice(list(self._agents))
@@ -137,7 +162,7 @@ class Faults:
     def _kill(self) -> bool:
         worker = self._pick()
         if worker is not None:
-            self._group.die(worker, Sign.EXIT, -9)
+            self.group(worker.job).die(worker, Sign.EXIT, -9)
         return worker is not None
 
     def _stop(self) -> bool:
@@ -152,23 +177,45 @@ class Faults:
         if len(up) < 2:
             return False
         agent = self.random.choice(up)
-        agent.cut = cut
-        back = self.random.uniform(2, 12)
-        if cut:
-            agent.linked = False
-            agent.session += 1
-            self.later(back, lambda: self._heal(agent))
+        if not cut:
+            self._power_off(agent)
             return True
-        generations = {worker.generation for worker in agent.workers if worker.alive}
+        agent.cut = True
+        agent.linked = False
+        agent.session += 1
+        self.later(self.random.uniform(2, 12), lambda: self._heal(agent))
+        return True
+
+    def _power_off(self, agent: Agent) -> None:
+        if not agent.up:
+            return
+        back = self.random.uniform(2, 12)
+        generations = {(w.job, w.generation) for w in agent.workers if w.alive}
         agent.up = False
         for worker in agent.workers:
             worker.alive = False
         agent.standbys, agent.rings, agent.ended = {}, {}, []
         self.disconnect(agent)
-        for generation in generations:
-            self._group.notice(generation)
-        if self.random.random() < 0.75:
+        for job, generation in sorted(generations):
+            self.group(job).notice(generation)
+        if self.random.random() < self.setting.return_chance:
             self.later(back, lambda: self._reboot(agent))
+
+    def _lose_rack(self) -> bool:
+        """All its nodes lose their power, one after another."""
+        racks = sorted({agent.labels.get(RACK, "") for agent in self._agents.values()} - {""})
+        if not racks:
+            return False
+        rack = self.random.choice(racks)
+        there = [a for a in self._agents.values() if a.labels.get(RACK) == rack]
+        rest = [a for a in self._agents.values() if a.up and not a.cut and a not in there]
+        for agent in there if rest else ():
+            self.later(self.random.uniform(0, 0.3), lambda a=agent: self._power_off(a))  # type: ignore[misc]
+        return bool(rest)
+
+    def _fail_saves(self) -> bool:
+        """The next parts of a job's checkpoint cannot be written."""
+        self.group(self._some_spec().job).bad_saves = self.random.randint(1, 5)
         return True
 
     def _heal(self, agent: Agent) -> None:
@@ -229,60 +276,63 @@ class Faults:
         return True
 
     def _store_lost(self) -> bool:
-        job = self.cluster.jobs.get(JOB)
+        job = self.cluster.jobs.get(self._some_spec().job)
         if job is None or job.roster is None:
             return False
         agent = self._agents[job.roster.store_node]
-        agent.store_lost(JOB)
+        if self.setting.compete:
+            agent.store_moved()
+        else:
+            agent.store_lost(job.spec.job)
         return True
 
     def _spurious(self) -> bool:
         worker = self._pick()
         if worker is not None:
-            self._group.notice(worker.generation)
+            self.group(worker.job).notice(worker.generation)
         return worker is not None
 
     def _raise(self, times: int) -> bool:
         worker = self._pick()
         if worker is None or worker.boundary < 0:
             return False
-        step = worker.boundary + 1
-        together = any(at == step for _, at in self._group.raise_at)
-        self._group.raise_at[(worker.rank, step)] = times
-        self.user_fault = self.user_fault or times > 1 or together
+        step, group = worker.boundary + 1, self.group(worker.job)
+        together = any(at == step for _, at in group.raise_at)
+        group.raise_at[(worker.rank, step)] = times
+        if times > 1 or together:
+            self.user_faults.add(worker.job)
         return True
 
     def _raise_everywhere(self) -> bool:
         worker = self._pick()
         if worker is None or worker.boundary < 0:
             return False
-        for other in self.workers():
-            self._group.raise_at[(other.rank, worker.boundary + 2)] = 99
-        self.user_fault = True
+        for other in self.workers(worker.job):
+            self.group(worker.job).raise_at[(other.rank, worker.boundary + 2)] = 99
+        self.user_faults.add(worker.job)
         return True
 
     def _corrupt(self) -> bool:
         worker = self._pick()
-        job = self.cluster.jobs.get(JOB)
+        job = self.cluster.jobs.get(worker.job) if worker else None
         busy = job is None or job.migration is not None
-        if worker is None or busy or worker.mode != "training" or self.spec.world_size < 3:
+        if worker is None or job is None or busy or worker.mode != "training":
             return False
-        if worker.boundary > self._group.steps - 3:
+        size, group = job.spec.world_size, self.group(worker.job)
+        if size < 3 or worker.boundary > group.steps - 3:
             # The others may make their last step without it, and then nobody would ever look.
             return False
-        well = [w for w in self.workers() if w.mode == "training" and not w.stopped]
-        if len(well) < self.spec.world_size or any(
-            a.cut or not a.up for a in self._agents.values()
-        ):
+        well = [w for w in self.workers(worker.job) if w.mode == "training" and not w.stopped]
+        if len(well) < size or any(a.cut or not a.up for a in self._agents.values()):
             return False
         # Found at the next quiesce, before the step that would spread it. No other fault until
         # then: of a rank that is corrupt and alone nobody could tell.
-        self.calm = True
+        self.calm = worker
         self.calm_generation = worker.generation
         worker.state = -7
         worker.mode = "broken"
-        self._group.waiting.get(worker.generation, {}).pop(worker.rank, None)
-        self._group.notice(worker.generation)
+        group.waiting.get(worker.generation, {}).pop(worker.rank, None)
+        group.notice(worker.generation)
         return True
 
     def _lie(self) -> bool:
@@ -293,5 +343,5 @@ class Faults:
         return self._kill()
 
     def _sigterm(self) -> bool:
-        self.feed(events.StopAsked(JOB, "SIGTERM", save=True))
+        self.feed(events.StopAsked(self._some_spec().job, "SIGTERM", save=True))
         return True

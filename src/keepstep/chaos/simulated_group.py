@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from keepstep.chaos.simulated import RING_ENTRIES, Agent, Worker, World, state_at
-from keepstep.model import Generation, NodeId, Phase, Rank, Sign
-from keepstep.wire import Reform
+from keepstep.model import Generation, JobId, NodeId, Phase, Rank, Sign
+from keepstep.wire import Home, Reform, Save
 
 
 @dataclass(slots=True)
@@ -20,8 +20,9 @@ class Moving:
 class Group:
     """The collectives of one job: what all ranks of a generation do together."""
 
-    def __init__(self, world: World, size: int, steps: int) -> None:
+    def __init__(self, world: World, job: JobId, size: int, steps: int) -> None:
         self.world = world
+        self.job = job
         self.size = size
         self.steps = steps
         self.waiting: dict[Generation, dict[Rank, Worker]] = {}
@@ -34,6 +35,21 @@ class Group:
         """Where user code raises, and how often."""
         self.base = 0
         """Where the workers last started: private state there comes with the checkpoint."""
+        self.outdated = Generation(0)
+        """Workers of older generations than this were given up, and others started anew."""
+        self.unheard: set[Worker] = set()
+        """Which of those nobody could tell so."""
+        self.bad_saves = 0
+        """How many of the next parts of a checkpoint cannot be written."""
+
+    def outdate(self, generation: Generation) -> None:
+        """Everybody starts anew: older workers are given up, told so or not."""
+        self.outdated = generation
+        self.unheard = {
+            worker
+            for worker in self.everybody()
+            if worker.alive and (self.agent(worker).cut or not self.agent(worker).linked)
+        }
 
     # ------------------------------------------------------------ a step
 
@@ -67,6 +83,9 @@ class Group:
         here = self.waiting.get(generation, {})
         members = list(here.values())
         if len(members) < self.size or not all(self._able(w, generation) for w in members):
+            return
+        if generation < self.outdated and self.unheard.issuperset(members):
+            # Nobody can tell them that they were given up: what they do counts for nothing.
             return
         boundaries = {worker.boundary for worker in members}
         assert len(boundaries) == 1, f"ranks of one generation train at boundaries {boundaries}"
@@ -118,7 +137,7 @@ class Group:
                 self._put(self.agent(worker), other.rank, other.boundary + 1, entry)
 
     def _put(self, agent: Agent, rank: Rank, boundary: int, value: int) -> None:
-        ring = agent.rings.setdefault(rank, {})
+        ring = agent.rings.setdefault(self.job, {}).setdefault(rank, {})
         ring[boundary] = value
         for old in sorted(ring)[:-RING_ENTRIES]:
             del ring[old]
@@ -152,7 +171,8 @@ class Group:
             self.agent(worker).observe(worker, Sign.BROKEN, detail="connection reset")
 
     def everybody(self) -> list[Worker]:
-        return [worker for agent in self.world.agents() for worker in agent.workers]
+        workers = (worker for agent in self.world.agents() for worker in agent.workers)
+        return [worker for worker in workers if worker.job == self.job]
 
     def agent(self, worker: Worker) -> Agent:
         found = self.world.agent(worker.seat.node)
@@ -244,13 +264,34 @@ class Group:
         wanted = next((home for home in action.homes if home.rank == worker.rank), None)
         if wanted is None or boundary == self.base:
             return ""
-        for endpoint in wanted.endpoints:
+        value = self._private(wanted, boundary)
+        if value is None:
+            return f"no private state of rank {worker.rank} at boundary {boundary}"
+        self._put(self.agent(worker), worker.rank, boundary, value)
+        return ""
+
+    def _private(self, home: Home, boundary: int) -> int | None:
+        """A rank's entry, from the first of its homes that answers and has it."""
+        for endpoint in home.endpoints:
             agent = self.world.agent(NodeId(endpoint.host.removeprefix("addr-")))
             if agent is None or not agent.up or agent.cut:
                 continue
-            value = agent.rings.get(worker.rank, {}).get(boundary)
+            value = agent.ring(self.job, home.rank).get(boundary)
             if value is not None:
-                assert value == hash((int(worker.rank), boundary)), "somebody else's private state"
-                self._put(self.agent(worker), worker.rank, boundary, value)
-                return ""
-        return f"no private state of rank {worker.rank} at boundary {boundary}"
+                assert value == hash((int(home.rank), boundary)), "somebody else's private state"
+                return value
+        return None
+
+    # ------------------------------------------------------------ SAVE
+
+    def save(self, worker: Worker, action: Save) -> str:
+        """A rank's part of a checkpoint; says why it could not be written."""
+        if self.bad_saves > 0:
+            self.bad_saves -= 1
+            return "cannot save: no space left on device"
+        fetched = action.homes if worker.rank == action.writer else ()
+        for home in fetched:
+            known = action.boundary == self.base
+            if not known and self._private(home, action.boundary) is None:
+                return f"cannot save: no private state of rank {home.rank} at {action.boundary}"
+        return ""

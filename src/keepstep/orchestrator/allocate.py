@@ -37,6 +37,8 @@ def _allocate(turn: Turn, job: Job) -> None:
     migration, before = in_migration(job)
     saving = migration.saves
     if saving:
+        # Whoever was about to join has nothing to save: it ends, and its slot is free then.
+        seating.dismiss(turn, job, [before.seats[rank] for rank in sorted(migration.fresh)])
         migration.gone.update(dict.fromkeys(migration.fresh, "it never got state"))
         migration.fresh = {}
     planned.turn_back(turn, job)
@@ -65,6 +67,9 @@ def room(turn: Turn, job: Job) -> None:
     if migration.phase is Phase.FALLBACK:
         launch.relaunch(turn, job)
     if migration.phase is not Phase.HOLD:
+        return
+    if seating.take_along(turn, job, set(migration.gone)):
+        begin(turn, job)
         return
     _, before = in_migration(job)
     seats = list(before.seats)

@@ -25,6 +25,7 @@ from keepstep.orchestrator import (
     planned,
     policy,
     requests,
+    seating,
     slots,
     spares,
     taints,
@@ -417,8 +418,9 @@ def _submitted(turn: Turn, event: Submitted) -> None:
         # The rerun goes on at the published checkpoint, and no old worker can meet a new one.
         job.generation, job.promised = before.generation, before.promised
         job.published_step, job.published_path = before.published_step, before.published_path
+        # Agents remember how each incarnation ended: the rerun's must not be taken for them.
+        job.first_incarnation = before.first_incarnation
         if before.roster is not None:
-            # Agents remember how each incarnation ended: the rerun's must not be taken for them.
             seats = before.roster.seats
             job.first_incarnation = max(next_incarnation(before, seat) for seat in seats)
     cluster.jobs[spec.job] = job
@@ -483,15 +485,19 @@ def _use_room(turn: Turn) -> None:
         return
     jobs = [turn.cluster.jobs[name] for name in turn.cluster.open_jobs]
     jobs.sort(key=lambda job: (-job.spec.priority, job.spec.job))
+    first = seating.allocating(turn.cluster)
     for job in jobs:
+        if first is not None and job.spec.priority < first:
+            break
         migration.step(turn, job, Room())
         planned.begin(turn, job)
         if lending.seek(turn, job):
             migration.step(turn, job, Room())
             planned.begin(turn, job)
     launch.start_waiting(turn)
+    first = seating.allocating(turn.cluster)
     for job in jobs:
-        if job.state.over:
+        if job.state.over or (first is not None and job.spec.priority <= first):
             continue
         if job.migration is None or job.migration.purpose == "start":
             spares.refill(turn, job)

@@ -14,10 +14,10 @@ those that wait would kill the state with them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from keepstep.model import Phase, Rank, Sign
+from keepstep.model import NodeId, Phase, Rank, Sign
 from keepstep.orchestrator import policy
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import Cause, Job, Migration
@@ -115,6 +115,10 @@ def learn(job: Job) -> None:
     job.bytes_per_second = min(filter(None, rates), default=job.bytes_per_second)
 
 
+LAST_HOLDERS_ROUNDS = 3
+"""If all who hold state are late, they get so many rounds before they are given up with it."""
+
+
 def allocate(job: Job) -> float:
     migration = job.migration
     assert migration is not None
@@ -199,7 +203,20 @@ def slow_to_quiesce(job: Job, now: float) -> list[Rank]:
     ]
 
 
-def blame(job: Job, missing: Sequence[Rank]) -> Fault:
+def _holders(job: Job) -> set[Rank]:
+    """Who holds whole state: by the vote, or before it whoever is no joiner."""
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    if migration.plan is not None and migration.plan.winners:
+        return set(migration.plan.winners)
+    if migration.recoveries >= LAST_HOLDERS_ROUNDS:
+        return set()
+    seats = (seat.rank for seat in now.seats)
+    return {rank for rank in seats if rank not in {*migration.gone, *migration.joined}}
+
+
+def blame(job: Job, missing: Sequence[Rank], doubtful: Container[NodeId] = ()) -> Fault:
     """Ranks that did not report in time are killed and replaced, but never the state with them."""
     migration, now = job.migration, job.roster
     assert migration is not None
@@ -208,11 +225,14 @@ def blame(job: Job, missing: Sequence[Rank]) -> Fault:
     suspects = list(missing)
     if 2 * len(suspects) > most:
         suspects = [rank for rank in missing if rank not in migration.progress]
-    holders = set(migration.plan.winners) if migration.plan else set()
-    too_many = 2 * len(suspects) > most or (bool(holders) and holders <= set(suspects))
+    holders = _holders(job)
+    sure = {r for r in holders.difference(suspects) if now.seats[r].node not in doubtful}
+    too_many = 2 * len(suspects) > most or not suspects
     listed = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
     why = f"rank {listed} did not report {migration.phase} in time"
     causes = tuple(Cause(Sign.HANG, rank, now.seats[rank].node, detail=why) for rank in missing)
-    if too_many or not suspects:
+    if too_many:
         return Fault(causes[:1], f"{why}; most ranks wait, so nobody is blamed")
+    if not sure and not holders.isdisjoint(suspects):
+        return Fault(causes[:1], f"{why}; nobody else holds state for sure, so nobody is blamed")
     return Fault(causes, f"{why}: replaced", kill=tuple(suspects))

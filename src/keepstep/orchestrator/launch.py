@@ -5,6 +5,7 @@ Also the other end of a job's life: `finish` closes what is open and gives the s
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 from keepstep.model import (
@@ -39,16 +40,17 @@ from keepstep.orchestrator.turn import Turn
 
 def start_waiting(turn: Turn) -> None:
     """Start what waits and fits, the most urgent first."""
-    cluster = turn.cluster
+    cluster, first = turn.cluster, seating.allocating(turn.cluster)
     if cluster.frozen:
         return
     waiting = [
         job
         for job in map(cluster.jobs.__getitem__, cluster.open_jobs)
         if job.state is JobState.WAITING or (job.state is JobState.PARKED and _due(turn, job))
+        if first is None or job.spec.priority > first
     ]
     for job in sorted(waiting, key=lambda j: _order(turn, j)):
-        seats = _place(turn, job)
+        seats = place(turn, job)
         if seats is None:
             continue
         for seat in seats:
@@ -70,11 +72,25 @@ def start_waiting(turn: Turn) -> None:
 
 
 def _due(turn: Turn, job: Job) -> bool:
-    """A parked job does not take back what its borrower still waits for."""
+    """A parked job does not take back what its borrower still waits for, and can use."""
     if job.loan is None or lending_is_over(job, turn.now):
         return True
     borrower = turn.cluster.jobs.get(job.loan.borrower)
-    return borrower is None or not seating.wanting(borrower)
+    if borrower is None or borrower.state.over:
+        return True
+    wanted = seating.wanting(borrower)
+    lower = frozenset(spares.lower_standbys(turn.cluster, borrower))
+    found = placing.place(placing.Search(turn.cluster, borrower, turn.now, lower), wanted)
+    return not wanted or (len(found) < len(wanted) and not lenders_to_come(turn, borrower))
+
+
+def lenders_to_come(turn: Turn, borrower: Job) -> bool:
+    """Whether somebody is about to be parked for this job."""
+    jobs = map(turn.cluster.jobs.__getitem__, turn.cluster.open_jobs)
+    return any(
+        job.loan is not None and job.loan.borrower == borrower.spec.job and job.loan.began_at < 0
+        for job in jobs
+    )
 
 
 def lending_is_over(job: Job, now: float) -> bool:
@@ -110,11 +126,11 @@ def _end_loan(turn: Turn, job: Job) -> None:
     turn.note(why, job)
 
 
-def _place(turn: Turn, job: Job) -> list[Seat] | None:
-    """Block placement: the i-th node holds ranks i*k to i*k+k-1."""
+def place(turn: Turn, job: Job, also: Set[placing.Place] = frozenset()) -> list[Seat] | None:
+    """Block placement: the i-th node holds ranks i*k to i*k+k-1. `also`: their users would go."""
     seats: list[Seat] = []
     cluster, each = turn.cluster, job.spec.ranks_per_node
-    lower = spares.lower_standbys(cluster, job)
+    lower = also | spares.lower_standbys(cluster, job).keys()
     nodes = cluster.free
     if lower:
         nodes = tuple(sorted({*nodes, *(node for node, _ in lower)}, key=natural))

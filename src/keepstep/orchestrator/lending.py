@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep.model import JobId, JobState, Seat
+from keepstep.model import JobState, Seat
 from keepstep.orchestrator import launch, placing, planned, policy, saving, seating, spares
-from keepstep.orchestrator.state import Cluster, Job, Loan
+from keepstep.orchestrator.state import Job, Loan
 from keepstep.orchestrator.turn import Turn
 
 
 def seek(turn: Turn, job: Job) -> bool:
     """Make room for a job that waits for some. True: there is room at once."""
     wanted = seating.wanting(job)
-    if not wanted or not job.spec.policy.borrow or _on_their_way(turn.cluster, job.spec.job):
+    if not wanted or not job.spec.policy.borrow or launch.lenders_to_come(turn, job):
         return False
     standbys = spares.lower_standbys(turn.cluster, job)
     if _fits(turn, job, wanted, standbys):
@@ -45,17 +45,12 @@ def tick(turn: Turn) -> None:
         if not over or job.loan is None:
             continue
         borrower = turn.cluster.jobs.get(job.loan.borrower)
-        if borrower is not None and _can_park(borrower):
+        if borrower is None or not _can_park(borrower) or launch.place(turn, job):
+            continue
+        # Only if it helps: with too few nodes the borrower would be parked again and again.
+        if launch.place(turn, job, _devices(borrower)):
             hours = (turn.now - job.loan.began_at) / 3600
             saving.park(turn, borrower, f"{name} has lent it devices for {hours:.1f} h")
-
-
-def _on_their_way(cluster: Cluster, borrower: JobId) -> bool:
-    jobs = map(cluster.jobs.__getitem__, cluster.open_jobs)
-    return any(
-        job.loan is not None and job.loan.borrower == borrower and job.loan.began_at < 0
-        for job in jobs
-    )
 
 
 def _fits(turn: Turn, job: Job, wanted: list[Seat], also: Iterable[placing.Place]) -> bool:

@@ -23,7 +23,6 @@ from keepstep.orchestrator import (
     budgets,
     launch,
     orders,
-    placing,
     planned,
     planning,
     policy,
@@ -48,6 +47,8 @@ from keepstep.orchestrator.state import (
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import PhaseReport, SeatReport
 
+PARK_RECOVERIES_MAX = 3
+"""A job that is to be parked and meets so many faults goes on instead: its borrower waits."""
 SAME_FAULT_SECONDS = 2.0
 """Deaths this close together are one fault: they do not use up the recoveries of an incident."""
 
@@ -104,22 +105,8 @@ def _fault(turn: Turn, job: Job, fault: Fault) -> None:
         seating.vacate(turn, job, rank, fault.why)
     for rank in fault.kill:
         migration.fences[rank] = in_migration(job)[1].seats[rank].incarnation
-    _take_along(turn, job, {*fault.dead, *fault.kill})
+    seating.take_along(turn, job, {*fault.dead, *fault.kill})
     _after_fault(turn, job, fault)
-
-
-def _take_along(turn: Turn, job: Job, ranks: set[Rank]) -> None:
-    """What is replaced as a whole: the rest of a rank's node, or of its domain."""
-    migration, now = in_migration(job)
-    if not ranks or migration.saves or migration.cold:
-        return
-    others = placing.companions(placing.Search(turn.cluster, job, turn.now), ranks)
-    others -= {*migration.gone, *migration.fences, *migration.leavers}
-    for rank in sorted(others):
-        migration.fences[rank] = now.seats[rank].incarnation
-    if others:
-        listed = ", ".join(map(str, sorted(others)[:8])) + (" …" if len(others) > 8 else "")
-        turn.note(f"rank {listed} moves too: a node or domain is replaced as a whole", job)
 
 
 def _after_fault(turn: Turn, job: Job, fault: Fault) -> None:
@@ -141,6 +128,8 @@ def _after_fault(turn: Turn, job: Job, fault: Fault) -> None:
         saving.leave(turn, job, worn_out)
     elif migration.phase is Phase.FALLBACK:
         launch.relaunch(turn, job)
+    elif migration.purpose == "park" and migration.recoveries > PARK_RECOVERIES_MAX:
+        saving.go_on(turn, job)
     elif migration.idle > policy.IDLE_REFORMS_MAX:
         saving.leave(turn, job, "the same step failed again and nobody is to blame")
     else:
@@ -220,7 +209,7 @@ def _taken(turn: Turn, job: Job, phase: Phase, taken: list[SeatReport]) -> None:
     """What single reports say before all are there: trouble need not wait for the others."""
     migration, _ = in_migration(job)
     if phase is Phase.RESUME:
-        job.begun = migration.stepped = True
+        job.begun = True
         job.step = max(job.step, *(seat.step for seat in taken))
     elif phase is Phase.VERIFY:
         assert migration.plan is not None
@@ -259,6 +248,7 @@ def _plan(turn: Turn, job: Job) -> None:
     if verdict.problem:
         allocate.last_resort(turn, job, verdict.why)
         return
+    planned.count_lost(turn, job, verdict.boundary, verdict.winners)
     for rank in verdict.corrupt:
         planning.taint(turn, job, rank, f"rank {rank} held corrupt state at {verdict.boundary}")
     migration.plan = planning.reform(turn, job, verdict)
@@ -354,7 +344,7 @@ def _late_quiesce(turn: Turn, job: Job) -> None:
         turn.note(f"not all came to boundary {migration.agreed}: they stop where they can", job)
         allocate.begin(turn, job)
         return
-    fault = budgets.blame(job, budgets.slow_to_quiesce(job, turn.now))
+    fault = _blame(turn, job, budgets.slow_to_quiesce(job, turn.now))
     if not job.begun and not fault.kill:
         # A whole start-up time, and most have not come as far as to hear us.
         launch.fall_back(turn, job, f"no step was made yet, and {fault.why}", outcome="restart")
@@ -370,7 +360,11 @@ def _late_reports(turn: Turn, job: Job) -> None:
         why = f"{len(missing)} ranks made no step within {limit:g} s of their start"
         launch.finish(turn, job, JobState.FAILED, 1, f"{why} (startup_seconds_max)")
         return
-    _fault(turn, job, budgets.blame(job, missing))
+    _fault(turn, job, _blame(turn, job, missing))
+
+
+def _blame(turn: Turn, job: Job, missing: list[Rank]) -> Fault:
+    return budgets.blame(job, missing, turn.cluster.doubtful)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,8 +81,9 @@ def companions(search: Search, ranks: Iterable[Rank]) -> set[Rank]:
     assert job.roster is not None
     moving, seats = set(ranks), job.roster.seats
     found: set[Rank] = set()
-    for unit in sorted({unit for rank in moving if (unit := _unit(search, seats[rank]))}):
-        mine = [seat for seat in seats if _unit(search, seat) == unit]
+    units = {_kin(search, seats[rank]) for rank in moving if _unit(search, seats[rank])}
+    for unit in sorted(units):
+        mine = [seat for seat in seats if _kin(search, seat) == unit]
         leave = [seat for seat in mine if seat.rank in moving]
         if len(_spread(search, leave, frozenset(), _inside(search, leave[0]))) < len(leave):
             found |= {seat.rank for seat in mine}
@@ -97,6 +98,16 @@ def _unit(search: Search, seat: Seat) -> str:
     if policy.unit is Unit.DOMAIN or policy.same_domain is SameDomain.SWAP_WHOLE:
         return search.cluster.nodes[seat.node].labels.get(DOMAIN, "")
     return ""
+
+
+def _kin(search: Search, seat: Seat) -> tuple[str, str]:
+    """Who has the same answer moves together: one unit now, and one when they last trained.
+
+    Where a lost rank was, ranks of another unit may have come since: they are none of its own.
+    """
+    now = _unit(search, seat)
+    settled = search.job.settled
+    return now, _unit(search, settled[0].roster.seats[seat.rank]) if now and settled else now
 
 
 def _inside(search: Search, seat: Seat) -> Set[NodeId]:
@@ -116,9 +127,10 @@ def _domain_nodes(search: Search, seat: Seat) -> Set[NodeId]:
 
 
 def _groups(search: Search, seats: Sequence[Seat]) -> list[list[Seat]]:
-    groups: dict[str, list[Seat]] = {}
+    groups: dict[tuple[str, str], list[Seat]] = {}
     for seat in seats:
-        groups.setdefault(_unit(search, seat) or f"rank {seat.rank}", []).append(seat)
+        unit = _kin(search, seat) if _unit(search, seat) else (f"rank {seat.rank}", "")
+        groups.setdefault(unit, []).append(seat)
     return list(groups.values())
 
 
@@ -132,9 +144,9 @@ def _together(search: Search, group: Sequence[Seat], taken: Set[Place]) -> dict[
         found = _one(search, group[0], taken, _inside(search, group[0]) if strict else None)
         return {group[0].rank: found} if found else {}
     assert search.job.roster is not None
-    going = {seat.rank for seat in group}
+    going, kin = {seat.rank for seat in group}, _kin(search, group[0])
     stay = any(
-        seat.rank not in going and _unit(search, seat) == unit for seat in search.job.roster.seats
+        seat.rank not in going and _kin(search, seat) == kin for seat in search.job.roster.seats
     )
     if stay:
         # The rest of the unit is well and had room: they stay together.

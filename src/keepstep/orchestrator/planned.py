@@ -332,14 +332,25 @@ def recall(turn: Turn, job: Job) -> bool:
             migration.gone[rank] = "its leaver is needed"
         migration.fresh.pop(rank, None)
         migration.joined.pop(rank, None)
-    if migration.leavers and migration.stepped and migration.outcome != "fallback":
-        # Steps were made without them, and whoever made them is lost: that has to be counted.
-        migration.outcome = "fallback"
-        job.fallbacks += 1
-        turn.note(
-            "fallback: steps that were made without the leavers are lost with the others", job
-        )
     return bool(migration.leavers)
+
+
+def count_lost(turn: Turn, job: Job, boundary: int, holders: Iterable[Rank]) -> None:
+    """If only leavers hold state, steps that were made without them are lost: it is a fallback.
+
+    Nobody is left who could say whether there were any.
+    """
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    trained = job.settled[0].roster.seats if job.settled else now.seats
+    if migration.outcome == "fallback" or any(
+        now.seats[rank].incarnation >= trained[rank].incarnation for rank in holders
+    ):
+        return
+    migration.outcome = "fallback"
+    job.fallbacks += 1
+    turn.note(f"fallback: steps after boundary {boundary} are lost with those who made them", job)
 
 
 def end_or_fall_back(turn: Turn, job: Job, why: str) -> None:

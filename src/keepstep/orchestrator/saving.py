@@ -59,6 +59,7 @@ def save(turn: Turn, job: Job) -> None:
     if verdict.problem:
         allocate.last_resort(turn, job, verdict.why)
         return
+    planned.count_lost(turn, job, verdict.boundary, verdict.winners)
     plan = migration.plan = planning.save(turn, job, verdict)
     if job.incident is not None:
         job.incident.boundary = verdict.boundary
@@ -95,19 +96,26 @@ def _again(turn: Turn, job: Job) -> None:
         allocate.begin(turn, job)
     elif migration.purpose == "park":
         # Nobody has to leave: it is the disk that is at fault, not the state.
-        migration.purpose, migration.attempts, migration.excluded = "recover", 0, {}
-        job.loan, job.lend_at = None, turn.now + LEND_RETRY_SECONDS
-        turn.note(f"{job.spec.job} cannot be parked: it goes on", job)
-        allocate.begin(turn, job)
+        go_on(turn, job)
     else:
         allocate.last_resort(turn, job, f"{migration.attempts} attempts to save failed")
 
 
+def go_on(turn: Turn, job: Job) -> None:
+    """It cannot be parked, and need not: it trains on, and is not asked again for a while."""
+    migration, _ = in_migration(job)
+    migration.purpose, migration.attempts, migration.excluded = "recover", 0, {}
+    job.loan, job.lend_at = None, turn.now + LEND_RETRY_SECONDS
+    turn.note(f"{job.spec.job} cannot be parked: it goes on", job)
+    allocate.begin(turn, job)
+
+
 def _parked(turn: Turn, job: Job, plan: Plan) -> None:
     """The state is kept on disk, the devices are free: first of all for whoever asked."""
-    _, now = in_migration(job)
+    migration, now = in_migration(job)
     launch.change_phase(turn, job, Phase.DONE)
-    turn.note(f"parked at boundary {plan.boundary}: {len(now.seats)} devices are free", job)
+    free = len(now.seats) - len(migration.gone)
+    turn.note(f"parked at boundary {plan.boundary}: {free} devices are free", job)
     # Agents remember how each incarnation ended: the next ones must not be taken for them.
     job.first_incarnation = max(next_incarnation(job, seat) for seat in now.seats)
     spares.clear(turn, job, EXIT_REQUEUE, "parked")

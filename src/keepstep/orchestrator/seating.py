@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from keepstep.model import JobState, Phase, Rank, Seat
 from keepstep.orchestrator import orders, placing, slots, spares
-from keepstep.orchestrator.state import Job, Migration, Occupant, next_incarnation
+from keepstep.orchestrator.state import Cluster, Job, Migration, Occupant, next_incarnation
 from keepstep.orchestrator.turn import Turn
 
 
@@ -42,6 +42,18 @@ def wanting(job: Job) -> list[Seat]:
         for rank, leave in sorted(job.leaving.items())
         if leave.waits and not leave.to
     ]
+
+
+def allocating(cluster: Cluster) -> int | None:
+    """The highest priority of those about to look for spares: nobody below takes room till then."""
+    return max(
+        (
+            job.spec.priority
+            for job in map(cluster.jobs.__getitem__, cluster.open_jobs)
+            if (moving := job.migration) and moving.phase is Phase.ALLOCATE and not moving.saves
+        ),
+        default=None,
+    )
 
 
 def survivors(job: Job) -> int:
@@ -92,6 +104,45 @@ def vacate(turn: Turn, job: Job, rank: Rank, why: str) -> None:
     migration.fences.pop(rank, None)
     migration.fresh.pop(rank, None)
     migration.gone[rank] = why
+
+
+def take_along(turn: Turn, job: Job, ranks: set[Rank]) -> bool:
+    """What is replaced as a whole goes with these ranks: the rest of their node or domain.
+
+    Only if there is somewhere to go, and if somebody stays who holds state for sure. Otherwise they
+    hold, and it is looked at again with every change of room.
+    """
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    if not ranks or migration.saves or migration.cold:
+        return False
+    others = placing.companions(placing.Search(turn.cluster, job, turn.now), ranks)
+    others -= {*migration.gone, *migration.fences, *migration.leavers}
+    if not others or not _can_do_without(turn, job, others):
+        return False
+    for rank in sorted(others):
+        migration.fences[rank] = now.seats[rank].incarnation
+    listed = ", ".join(map(str, sorted(others)[:8])) + (" …" if len(others) > 8 else "")
+    turn.note(f"rank {listed} moves too: a node or domain is replaced as a whole", job)
+    return True
+
+
+def _can_do_without(turn: Turn, job: Job, others: set[Rank]) -> bool:
+    """There are places for them, perhaps lower jobs', and others hold state where nobody doubts."""
+    migration, now = job.migration, job.roster
+    assert migration is not None
+    assert now is not None
+    away = {*migration.gone, *migration.fences, *others}
+    # Joiners hold no state before they are verified.
+    empty = set() if migration.phase is Phase.RESUME else set(migration.joined)
+    doubtful = turn.cluster.doubtful
+    sure = [s for s in now.seats if s.rank not in away | empty and s.node not in doubtful]
+    if not sure:
+        return False
+    lower = spares.lower_places(turn.cluster, job) if job.spec.policy.borrow else frozenset()
+    search = placing.Search(turn.cluster, job, turn.now, lower)
+    return others <= set(placing.place(search, [now.seats[rank] for rank in sorted(away)]))
 
 
 def write_off_fences(turn: Turn, job: Job) -> None:

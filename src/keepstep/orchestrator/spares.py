@@ -32,6 +32,19 @@ def lower_standbys(cluster: Cluster, job: Job) -> dict[placing.Place, Job]:
     }
 
 
+def lower_places(cluster: Cluster, job: Job) -> frozenset[placing.Place]:
+    """All that jobs of lower priority have, and might give up."""
+    below = {
+        name for name in cluster.open_jobs if cluster.jobs[name].spec.priority < job.spec.priority
+    }
+    return frozenset(
+        (node, slot)
+        for node, state in (cluster.nodes.items() if below else ())
+        for slot, user in state.uses.items()
+        if user.job in below
+    )
+
+
 def take(cluster: Cluster, job: Job, choice: Choice, rank: Rank, incarnation: int) -> None:
     """The chosen slot now belongs to a seat."""
     if choice.standby:

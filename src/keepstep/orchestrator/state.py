@@ -219,8 +219,6 @@ class Migration:
     spared_until: float = 0.0
     """Nobody is late before this: the leader changed, or the cluster was frozen, and agents have to
     come back before their ranks can report."""
-    stepped: bool = False
-    """Some rank has made a step after this migration's RESUME."""
     agreed: int = -1
     """Planned: the boundary at which all ranks stop; -1: as soon as they can."""
 
