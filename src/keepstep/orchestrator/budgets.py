@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from keepstep.model import NodeId, Phase, Rank, Sign
 from keepstep.orchestrator import policy
 from keepstep.orchestrator.incidents import Fault
-from keepstep.orchestrator.state import Cause, Job, Migration
+from keepstep.orchestrator.state import Cause, Job, Migration, in_migration
 from keepstep.wire import SeatReport
 
 AGREE_SECONDS_MAX = 10.0
@@ -132,9 +132,7 @@ def agree(job: Job) -> float:
 
 
 def quiesce(job: Job) -> float:
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     limits = job.spec.policy
     waiting = len(now.seats) - len(migration.gone) - len(migration.reports)
     last = float("inf")
@@ -175,9 +173,7 @@ def latest_busy(migration: Migration) -> float:
 
 def silent_ranks(job: Job) -> list[Rank]:
     """Seats with a worker that has not reported the present phase."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     return [
         seat.rank
         for seat in now.seats
@@ -205,9 +201,7 @@ def slow_to_quiesce(job: Job, now: float) -> list[Rank]:
 
 def _holders(job: Job) -> set[Rank]:
     """Who holds whole state: by the vote, or before it whoever is no joiner."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     if migration.plan is not None and migration.plan.winners:
         return set(migration.plan.winners)
     if migration.recoveries >= LAST_HOLDERS_ROUNDS:
@@ -218,9 +212,7 @@ def _holders(job: Job) -> set[Rank]:
 
 def blame(job: Job, missing: Sequence[Rank], doubtful: Container[NodeId] = ()) -> Fault:
     """Ranks that did not report in time are killed and replaced, but never the state with them."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     most = len(now.seats) - len(migration.gone)
     suspects = list(missing)
     if 2 * len(suspects) > most:

@@ -32,6 +32,7 @@ from keepstep.orchestrator.state import (
     Occupant,
     Settled,
     generation_secret,
+    in_migration,
     natural,
     next_incarnation,
 )
@@ -178,9 +179,7 @@ def fall_back(turn: Turn, job: Job, why: str, outcome: str = "fallback") -> None
 
     A `restart` is the same before anybody can have committed a step: nothing is lost by it.
     """
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     if outcome == "fallback" and migration.purpose != "save":
         job.fallbacks += 1
     if migration.outcome != "fallback":
@@ -217,9 +216,7 @@ def no_room(turn: Turn, job: Job) -> None:
 
 def relaunch(turn: Turn, job: Job) -> None:
     """Start all seats from the top, once there is room for each."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     cluster = turn.cluster
     seats = list(now.seats)
     empty = [seats[rank] for rank in sorted(migration.gone)]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from keepstep.model import Endpoint, Generation, NodeId, Phase, Rank, Roster, Seat
 from keepstep.orchestrator import policy, roster
-from keepstep.orchestrator.state import Cluster, Job, Migration, generation_secret
+from keepstep.orchestrator.state import Cluster, Job, Migration, generation_secret, in_migration
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import (
     Agree,
@@ -72,9 +72,7 @@ def membership(cluster: Cluster, now: Roster | None) -> Membership:
 
 def next_roster(cluster: Cluster, job: Job) -> Roster:
     """The roster that a planned move leads to."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     seats = [migration.coming.get(seat.rank, seat) for seat in now.seats]
     store = roster.store_node(seats, cluster.nodes, migration.coming, now.store_node)
     secret = generation_secret(cluster, job.spec.job, job.promised)

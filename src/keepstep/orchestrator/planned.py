@@ -30,6 +30,7 @@ from keepstep.orchestrator.state import (
     Leave,
     Migration,
     Occupant,
+    in_migration,
     next_incarnation,
 )
 from keepstep.orchestrator.turn import Turn
@@ -233,9 +234,7 @@ def disagreed(turn: Turn, job: Job) -> None:
 
 
 def _quiesce(turn: Turn, job: Job, why: str) -> None:
-    migration, before = job.migration, job.roster
-    assert migration is not None
-    assert before is not None
+    migration, before = in_migration(job)
     new = orders.next_roster(turn.cluster, job)
     migration.leavers = {rank: before.seats[rank] for rank in sorted(migration.coming)}
     migration.joined = {rank: seat.incarnation for rank, seat in migration.coming.items()}
@@ -294,9 +293,7 @@ def _retry_later(turn: Turn, job: Job) -> None:
 
 def turn_back(turn: Turn, job: Job) -> None:
     """A fault: ranks without a worker go to the one that waits for them, old or new."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     seats = list(now.seats)
     for rank in sorted(migration.coming):
         coming = migration.coming.pop(rank)
@@ -323,9 +320,7 @@ def turn_back(turn: Turn, job: Job) -> None:
 
 def recall(turn: Turn, job: Job) -> bool:
     """Too few others are left: those who wait to leave hold whole state. False: nobody waits."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     for rank in sorted(migration.leavers):
         if rank not in migration.gone:
             seating.dismiss(turn, job, (now.seats[rank],))
@@ -340,9 +335,7 @@ def count_lost(turn: Turn, job: Job, boundary: int, holders: Iterable[Rank]) -> 
 
     Nobody is left who could say whether there were any.
     """
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     trained = job.settled[0].roster.seats if job.settled else now.seats
     if migration.outcome == "fallback" or any(
         now.seats[rank].incarnation >= trained[rank].incarnation for rank in holders
@@ -355,9 +348,7 @@ def count_lost(turn: Turn, job: Job, boundary: int, holders: Iterable[Rank]) -> 
 
 def end_or_fall_back(turn: Turn, job: Job, why: str) -> None:
     """Nobody holds state. If all ended in good order, it is because nothing is left to do."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     if len(migration.through) == len(now.seats):
         launch.finish(turn, job, JobState.FINISHED, 0, f"all {len(now.seats)} ranks finished")
     else:

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from keepstep.model import TAINT_SECONDS, Rank, Sign
 from keepstep.orchestrator import homes, roster
 from keepstep.orchestrator.incidents import Fault
-from keepstep.orchestrator.state import Cause, Job, Migration, Plan, Taint, put_taint, slot_key
+from keepstep.orchestrator.state import (
+    Cause,
+    Job,
+    Migration,
+    Plan,
+    Taint,
+    in_migration,
+    put_taint,
+    slot_key,
+)
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import SeatReport
 
@@ -25,9 +34,7 @@ def too_early(job: Job, migration: Migration) -> str:
 
 def reform(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:
     """Who sends what to whom, and where private state is fetched."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     reports = migration.reports
     moves = roster.moves(verdict, reports, now.seats, migration.excluded)
     needy = roster.needy(verdict.boundary, reports)

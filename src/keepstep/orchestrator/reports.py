@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from keepstep.model import NodeId, Phase, Rank
-from keepstep.orchestrator.state import Job
+from keepstep.orchestrator.state import Job, in_migration
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import PhaseReport, SeatReport
 
 
 def take(turn: Turn, job: Job, report: PhaseReport) -> list[SeatReport]:
     """Keep what is new in a report of the present phase; returns the seats that are through it."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     taken: list[SeatReport] = []
     for seat in report.seats:
         known = 0 <= seat.rank < len(now.seats) and _place(job, seat.rank) == report.node
@@ -45,9 +43,7 @@ def progress(turn: Turn, job: Job, report: PhaseReport) -> None:
 
 def _place(job: Job, rank: Rank) -> NodeId | None:
     """Where the worker is whose report counts."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     if migration.phase is not Phase.WARM:
         return now.seats[rank].node
     return migration.coming[rank].node if rank in migration.coming else None

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from keepstep.model import JobState, Phase, Rank, Seat
 from keepstep.orchestrator import orders, placing, slots, spares
-from keepstep.orchestrator.state import Cluster, Job, Migration, Occupant, next_incarnation
+from keepstep.orchestrator.state import (
+    Cluster,
+    Job,
+    Migration,
+    Occupant,
+    in_migration,
+    next_incarnation,
+)
 from keepstep.orchestrator.turn import Turn
 
 
@@ -58,9 +65,7 @@ def allocating(cluster: Cluster) -> int | None:
 
 def survivors(job: Job) -> int:
     """Seats whose workers were there before, and still are."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     return len(now.seats) - len(migration.gone) - len(migration.fresh)
 
 
@@ -91,9 +96,7 @@ def allocated_why(job: Job, chosen: list[str], holding: bool) -> str:
 
 def vacate(turn: Turn, job: Job, rank: Rank, why: str) -> None:
     """A seat's worker is gone. On a lost node the slot went with the node."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     seat = now.seats[rank]
     node = turn.cluster.nodes[seat.node]
     user = node.uses.get(seat.slot)
@@ -112,9 +115,7 @@ def take_along(turn: Turn, job: Job, ranks: set[Rank]) -> bool:
     Only if there is somewhere to go, and if somebody stays who holds state for sure. Otherwise they
     hold, and it is looked at again with every change of room.
     """
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     if not ranks or migration.saves or migration.cold:
         return False
     others = placing.companions(placing.Search(turn.cluster, job, turn.now), ranks)
@@ -130,9 +131,7 @@ def take_along(turn: Turn, job: Job, ranks: set[Rank]) -> bool:
 
 def _can_do_without(turn: Turn, job: Job, others: set[Rank]) -> bool:
     """There are places for them, perhaps lower jobs', and others hold state where nobody doubts."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     away = {*migration.gone, *migration.fences, *others}
     # Joiners hold no state before they are verified.
     empty = set() if migration.phase is Phase.RESUME else set(migration.joined)
@@ -147,9 +146,7 @@ def _can_do_without(turn: Turn, job: Job, others: set[Rank]) -> bool:
 
 def write_off_fences(turn: Turn, job: Job) -> None:
     """Kills that nobody confirmed: their seats are empty, their slots stay taken until a death."""
-    migration, now = job.migration, job.roster
-    assert migration is not None
-    assert now is not None
+    migration, now = in_migration(job)
     for rank in sorted(migration.fences):
         seat = now.seats[rank]
         _keep_until_dead(turn, job, seat)
