@@ -13,15 +13,16 @@ from tests.process.test_planned import keepstep, steps_logged
 from tests.process.test_session import PLAIN_BODY, check_as_bare, loop
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
-BIG = loop(PLAIN_BODY, steps=1500)
+BIG = loop(PLAIN_BODY, steps=600)
+LONG = loop(PLAIN_BODY, steps=1200)
 SMALL = loop(PLAIN_BODY, steps=400)
 
 
-def with_a_lender(directory: Path) -> tuple[SmallJob, SmallJob]:
+def with_a_lender(directory: Path, script: str) -> tuple[SmallJob, SmallJob]:
     """Three nodes: two for a job of higher priority, one for the job that may lend it."""
     for name in ("big", "small"):
         (directory / name).mkdir()
-    big = SmallJob(directory / "big", BIG, slots=(1, 1, 2), nodes=2, ranks_per_node=1, spares=0)
+    big = SmallJob(directory / "big", script, slots=(1, 1, 2), nodes=2, ranks_per_node=1, spares=0)
     big.spec = replace(big.spec, priority=5)
     small = SmallJob(directory / "small", SMALL, ranks_per_node=2, spares=0)
     small.spec = replace(small.spec, job=JobId("small"))
@@ -29,7 +30,7 @@ def with_a_lender(directory: Path) -> tuple[SmallJob, SmallJob]:
 
 
 def test_a_parked_lender_goes_on_bit_for_bit_and_the_account_says_so(tmp_path: Path) -> None:
-    big, small = with_a_lender(tmp_path)
+    big, small = with_a_lender(tmp_path, BIG)
     with big:
         big.wait_ready(0)
         big.cluster.client.submit(small.spec)
@@ -54,12 +55,12 @@ def test_a_parked_lender_goes_on_bit_for_bit_and_the_account_says_so(tmp_path: P
         assert sorted(outcomes) == ["parked", "resumed"]
     check_as_bare(tmp_path / "big", BIG, world=2)
     check_as_bare(tmp_path / "small", SMALL, world=2)
-    assert steps_logged(tmp_path / "big") == list(range(1500))
+    assert steps_logged(tmp_path / "big") == list(range(600))
     assert steps_logged(tmp_path / "small") == list(range(400))
 
 
 def test_a_drain_borrows_too_and_the_rank_goes_home_afterwards(tmp_path: Path) -> None:
-    big, small = with_a_lender(tmp_path)
+    big, small = with_a_lender(tmp_path, LONG)
     with big:
         big.wait_ready(0)
         big.cluster.client.submit(small.spec)
@@ -76,5 +77,5 @@ def test_a_drain_borrows_too_and_the_rank_goes_home_afterwards(tmp_path: Path) -
         assert big.end()["exit_code"] == 0
         outcomes = [i["outcome"] for i in big.incidents()]
         assert sorted(outcomes) == ["moved", "moved", "parked"]
-    check_as_bare(tmp_path / "big", BIG, world=2)
+    check_as_bare(tmp_path / "big", LONG, world=2)
     check_as_bare(tmp_path / "small", SMALL, world=2)
