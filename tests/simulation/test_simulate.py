@@ -1,27 +1,49 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from keepstep.chaos import simulate
+from keepstep.chaos.simulated_checks import ROOM_SECONDS_MAX, Referee
+from keepstep.chaos.simulated_setting import SMALL, TRAIN
+from keepstep.model import Generation, JobState, MigrationId, Phase, Rank
+from keepstep.orchestrator import state
+
+ENDS = {"finished", "saved", "failed", "held", "waiting"}
+"""How a job on its own may end; waiting: it never got the nodes that it needs."""
+
+
+@pytest.fixture(scope="module")
+def campaign() -> list[simulate.Result]:
+    return simulate.run_seeds(0, 500).results
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_five_hundred_seeds_hold_every_invariant():
-    summary = simulate.run_seeds(0, 500)
-    ends = {result.outcome for result in summary.results}
-    assert ends <= {"finished", "saved", "failed", "held", "waiting", "parked"}
+def test_five_hundred_seeds_hold_every_invariant(campaign: list[simulate.Result]):
+    alone = [result for result in campaign if not result.others]
+    assert {result.outcome for result in alone} <= ENDS
     # The campaign is worth its name only if faults hit, and most of them were survived live.
-    outcomes = [outcome for result in summary.results for outcome in result.incidents]
-    alone = [out for r in summary.results if not r.others for out in r.incidents]
-    assert alone.count("resumed") > 5 * alone.count("fallback")
-    assert outcomes.count("resumed") > 2 * outcomes.count("fallback"), "racks take both homes"
-    assert sum(result.restarts for result in summary.results) > 100
-    assert sum(result.vouched for result in summary.results) > 100
-    assert sum(result.moves for result in summary.results) > 100
-    assert sum(result.loans for result in summary.results) > 20
-    assert sum(result.reclaimed for result in summary.results) > 5
-    assert sum(result.homecomings for result in summary.results) > 50
+    outcomes = [outcome for result in alone for outcome in result.incidents]
+    assert outcomes.count("resumed") > 5 * outcomes.count("fallback")
+    assert sum(result.restarts for result in campaign) > 100
+    assert sum(result.vouched for result in campaign) > 100
+    assert sum(result.moves for result in campaign) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_where_jobs_compete_they_lend_and_go_home_and_finish(campaign: list[simulate.Result]):
+    compete = [result for result in campaign if result.others]
+    ends = [end for result in compete for end in (result.outcome, *result.others)]
+    assert ends.count("finished") > 0.9 * len(ends)
+    assert any(len(result.others) > 1 for result in compete), "some seeds have three jobs"
+    assert sum(result.loans for result in compete) > 30
+    assert sum(result.reclaimed for result in compete) > 5
+    assert sum(result.homecomings for result in compete) > 30
+    faults = [kind for result in compete for kind in result.faults]
+    assert min(map(faults.count, ("rack loss", "save fails", "migrate home"))) > 10
 
 
 @pytest.mark.parametrize(
@@ -36,18 +58,66 @@ def test_seeds_that_once_failed(seed: int):
     assert simulate.run_seed(seed, planned_moves=False).outcome == "finished"
 
 
-def test_a_worker_that_an_agent_did_not_find_is_not_its_successor():
-    assert simulate.run_seed(5285).outcome == "finished"
+@pytest.mark.parametrize(
+    "seed",
+    [
+        89,  # A borrower was parked though its lender did not fit then.
+        92,  # A domain was to move as a whole, and with it went the last who held state.
+        914,  # A job saved and left while a joiner was on its way: nobody ended that one.
+        1298,  # The only rank with state was late, and was killed for it.
+    ],
+)
+def test_seeds_of_competing_jobs_that_once_failed(seed: int):
+    result = simulate.run_seed(seed)
+    assert {result.outcome, *result.others} == {"finished"}
 
 
 def test_a_seed_is_the_same_run_every_time():
     assert simulate.run_seed(7) == simulate.run_seed(7)
+    assert simulate.run_seed(8) == simulate.run_seed(8)
 
 
 def test_a_violation_names_its_seed(monkeypatch: pytest.MonkeyPatch):
-    def broken(self: simulate.Simulation, notes: object) -> None:
+    def broken(self: simulate.Simulation, notes: Sequence[object] = ()) -> None:
         raise simulate.Violation("two owners")
 
     monkeypatch.setattr(simulate.Simulation, "_check", broken)
     with pytest.raises(simulate.Violation, match="seed 3: two owners"):
         simulate.run_seed(3)
+
+
+def _finished_run(seed: int) -> tuple[simulate.Simulation, Referee]:
+    simulation = simulate.Simulation(seed)
+    simulation.run()
+    return simulation, Referee(simulation)
+
+
+def test_the_referee_sees_a_slot_that_nobody_owns():
+    simulation, referee = _finished_run(8)
+    node = next(iter(simulation.cluster.nodes.values()))
+    node.uses[0] = state.Occupant(TRAIN, Rank(0), 99)
+    with pytest.raises(simulate.Violation, match="whom nobody knows"):
+        referee.check()
+
+
+def test_the_referee_sees_a_parked_job_beside_enough_room():
+    simulation, referee = _finished_run(8)
+    job = simulation.cluster.jobs[SMALL]
+    job.state, job.roster = JobState.PARKED, None
+    referee.tick()
+    simulation._now += ROOM_SECONDS_MAX + 0.1
+    with pytest.raises(simulate.Violation, match="small is parked, and there is room"):
+        referee.tick()
+
+
+def test_the_referee_sees_lost_steps_of_a_parked_job():
+    simulation, referee = _finished_run(8)
+    job = simulation.cluster.jobs[SMALL]
+    job.state, job.published_step, job.fallbacks = JobState.STARTING, 3, 0
+    job.generation = Generation(job.generation + 1)
+    moment = simulation.now()
+    job.migration = state.Migration(
+        MigrationId("m"), "start", "start", Phase.RESUME, moment, moment, cold=True
+    )
+    with pytest.raises(simulate.Violation, match="loses"):
+        referee.check()
