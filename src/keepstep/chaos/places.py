@@ -85,14 +85,15 @@ class Places:
         return Strike(at, moved=(fault.rank,), untaint=(node,))
 
     def _go_home(self, fault: Fault) -> Strike:
-        """A rank that is away goes back; if nobody can, one is sent away first."""
+        """A rank that is away goes back; if nobody can, room is made on somebody's home first."""
         job = self._sight.job_now()
         name = str(job["id"])
         if not self._can_go(job):
-            there = self._sight.node_of(fault.rank)
-            self._cluster.client.migrate(name, {"ranks": [fault.rank], "why": WHY})
+            settler = self._settler(job, fault.rank)
+            there = self._sight.node_of(settler)
+            self._cluster.client.migrate(name, {"ranks": [settler], "why": WHY})
             self._points.until(
-                lambda: self._sight.node_of(fault.rank) != there and self._quiet(), "it is away"
+                lambda: self._sight.node_of(settler) != there and self._quiet(), "it is away"
             )
             self._points.until(lambda: bool(self._can_go(self._sight.job_now())), "home has room")
         before = self._sight.job_now()
@@ -102,6 +103,15 @@ class Places:
         at = time.monotonic()
         self._cluster.client.migrate(name, {"home": True, "why": WHY})
         return Strike(at, moved=going, home={rank: before["away"][str(rank)] for rank in going})
+
+    def _settler(self, job: dict[str, Any], wanted: int) -> int:
+        """A rank that sits on a node where one of this job's ranks began: its own, or another."""
+        nodes = {seat["rank"]: str(seat["node"]) for seat in job["seats"]}
+        homes = {str(job["away"].get(str(rank), node)) for rank, node in nodes.items()}
+        there = [rank for rank, node in sorted(nodes.items()) if node in homes]
+        if not there:
+            raise Missed("nobody sits where one of the ranks began")
+        return wanted if wanted in there else there[wanted % len(there)]
 
     def _can_go(self, job: dict[str, Any]) -> tuple[int, ...]:
         """Ranks whose home has a slot for them: free, or with a standby of ours."""
