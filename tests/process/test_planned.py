@@ -13,7 +13,7 @@ from tests.process.job import SmallJob
 from tests.process.test_session import PLAIN_BODY, check_as_bare, loop
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
-SCRIPT = loop(PLAIN_BODY, steps=300)
+SCRIPT = loop(PLAIN_BODY, steps=600)
 
 
 def keepstep(job: SmallJob, *arguments: str, seconds_max: float = 120.0) -> str:
@@ -50,7 +50,7 @@ def test_a_rank_moves_and_nothing_differs(tmp_path: Path, rank: int) -> None:
     # The pause is not the time in which the target became warm.
     assert incident["pause_seconds"] < incident["closed_at"] - incident["opened_at"]
     check_as_bare(tmp_path, SCRIPT, world=2)
-    assert steps_logged(tmp_path) == list(range(300))
+    assert steps_logged(tmp_path) == list(range(600))
 
 
 def test_a_rank_moves_to_another_slot_of_its_node(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_rank_moves_to_another_slot_of_its_node(tmp_path: Path) -> None:
         (incident,) = job.incidents()
     assert incident["outcome"] == "moved"
     check_as_bare(tmp_path, SCRIPT, world=2)
-    assert steps_logged(tmp_path) == list(range(300))
+    assert steps_logged(tmp_path) == list(range(600))
 
 
 PROBE = """#!/bin/sh
@@ -119,7 +119,7 @@ def test_a_node_with_several_ranks_is_drained_by_one_migration(tmp_path: Path) -
         incidents = job.incidents()
     assert [incident["outcome"] for incident in incidents] == ["moved"]
     check_as_bare(tmp_path, SCRIPT, world=4)
-    assert steps_logged(tmp_path) == list(range(300))
+    assert steps_logged(tmp_path) == list(range(600))
 
 
 @pytest.mark.parametrize("phase", ["attach", "reform", "verify"])
@@ -141,7 +141,7 @@ def test_a_target_that_dies_leaves_the_rank_where_it_was(tmp_path: Path, phase: 
         outcomes = [incident["outcome"] for incident in job.incidents()]
     assert outcomes[0] == ("abandoned" if phase == "attach" else "resumed"), outcomes
     check_as_bare(tmp_path, SCRIPT, world=2)
-    assert steps_logged(tmp_path) == list(range(300))
+    assert steps_logged(tmp_path) == list(range(600))
 
 
 def test_a_leaver_that_dies_while_its_target_warms_up_is_replaced_by_it(tmp_path: Path) -> None:
