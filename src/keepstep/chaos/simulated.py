@@ -404,7 +404,9 @@ class Agent:
             fit = worker.alive and self.up and not worker.stopped
             if fit and worker.generation == generation and worker.mode != "finished":
                 worker.mode = "quiesced"
-                self.report(worker, Phase.QUIESCE)
+                if worker.leaves_in != generation:
+                    # Else whoever has its rank speaks for it.
+                    self.report(worker, Phase.QUIESCE)
 
         worker.mode, worker.broken = "broken", False
         self.world.later(self.world.random.uniform(0.005, 0.1), quiet)
