@@ -143,7 +143,8 @@ def place(turn: Turn, job: Job, also: Set[placing.Place] = frozenset()) -> list[
             continue
         free = slots.free_slots(cluster, state, turn.now)
         if len(free) < each:
-            free += [s for s in range(state.slots) if (node, s) in lower]
+            given = (s for s in range(state.slots) if (node, s) in lower)
+            free += [s for s in given if not slots.tainted(cluster, node, s, turn.now)]
         if len(free) >= each:
             first = len(seats)
             mine = job.first_incarnation
