@@ -236,7 +236,10 @@ class Referee:
     # ------------------------------------------------------------ at every tick
 
     def tick(self) -> None:
-        """Nobody waits for ever where there is room."""
+        """Nobody waits for ever where there is room, unless nothing may be decided."""
+        if self.arena.cluster.frozen:
+            self.pause()
+            return
         now = self.arena.now()
         for name, job in self.arena.cluster.jobs.items():
             account = self.accounts.setdefault(name, Account())
