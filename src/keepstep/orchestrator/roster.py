@@ -54,8 +54,8 @@ def build(
 ) -> Roster:
     """A roster with the stride that its placement asks for."""
     own = [seat.node for seat in seats]
-    shared = {node: _shares(nodes[node]) for node in set(own)}
-    stride = mirror_stride(own, [shared[node] for node in own])
+    labelled = {node: _shares(nodes[node]) for node in set(own) if nodes[node].labels}
+    stride = mirror_stride(own, [labelled.get(node, node) for node in own] if labelled else ())
     return Roster(job, generation, secret, store_node, stride, tuple(seats))
 
 
@@ -81,7 +81,8 @@ def mirror_stride(nodes: Sequence[NodeId], racks: Sequence[str] = ()) -> int:
     for stride in (*range(1, min(size, STRIDES_TRIED_MAX + 1)), other_rack):
         if own[0] == own[stride] and fewest[0] == 0:
             continue
-        collisions = (_collisions(own, stride), _collisions(rack, stride))
+        same_node = _collisions(own, stride)
+        collisions = (same_node, _collisions(rack, stride) if racks else same_node)
         if collisions < fewest:
             best, fewest = stride, collisions
         if collisions == (0, 0):
