@@ -53,7 +53,7 @@ THIRD_PARTY: Mapping[str, frozenset[str]] = {"training": frozenset({"torch"})}
 
 IF_THE_USER_HAS_IT: Mapping[str, frozenset[str]] = {
     # The joiner restores NumPy's generator only where the replaced worker had loaded NumPy.
-    "keepstep.training.private": frozenset({"numpy"}),
+    "keepstep.training.randomness": frozenset({"numpy"}),
 }
 """Modules that may import more, inside a function, once it is known that the user's own script
 uses it."""
@@ -385,7 +385,7 @@ def test_the_checker_accepts(module: str, source: str):
 
 
 def test_numpy_is_excused_only_where_listed_and_only_when_deferred():
-    listed, late = "keepstep.training.private", "def f():\n    import numpy"
+    listed, late = "keepstep.training.randomness", "def f():\n    import numpy"
     assert complaints_about(listed, late, SAMPLE) == []
     assert complaints_about(listed, "import numpy", SAMPLE)
     assert complaints_about("keepstep.training.session", late, SAMPLE)

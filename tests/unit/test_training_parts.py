@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from keepstep.training.boundary import Boundary
 from keepstep.training.inbox import Inbox
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, count_samples, warm_up
+from keepstep.training.raw import fill_from_bytes
 from keepstep.training.registry import Registry, _decode, _encode, find_private
 from keepstep.training.trouble import is_communication
 
@@ -103,26 +103,32 @@ def test_samples_are_counted_in_nested_batches() -> None:
     assert count_samples((x, x)) == count_samples({"a": x}) == count_samples(x) == 5
 
 
-def test_randomness_comes_back_exactly() -> None:
-    state = private.read_randomness()
-    first = (torch.rand(3).tolist(), random.random(), random.gauss(0, 1))
-    private.restore_randomness(state)
-    assert (torch.rand(3).tolist(), random.random(), random.gauss(0, 1)) == first
-
-
 def test_an_entry_survives_bytes_and_padding() -> None:
     tensors = [("bn", torch.randn(3)), ("count", torch.tensor(7)), ("none", torch.zeros(0))]
-    payload = private.encode_entry(5, {"pass": 1, "index": 2, "samples": 3}, tensors)
+    writer = private.EntryWriter()
+    for boundary in (4, 5):
+        payload = writer.entry(boundary, {"pass": 1, "index": 2, "samples": 3}, tensors)
     entry = private.decode_entry(payload + bytes(100))
     assert (entry.boundary, entry.loader["index"]) == (5, 2)
+    assert entry.names == ("bn", "count", "none")
     back = torch.empty(3)
-    private.fill_from_bytes(back, entry.tensors[0])
+    fill_from_bytes(back, entry.tensors[0])
     assert torch.equal(back, tensors[0][1])
+
+
+def test_an_entry_with_other_tensors_says_so() -> None:
+    writer = private.EntryWriter()
+    position = {"pass": 0, "index": 0, "samples": 0}
+    writer.entry(1, position, [("bn", torch.randn(3))])
+    entry = private.decode_entry(writer.entry(2, position, [("bn", torch.ones(4))]))
+    assert [len(raw) for raw in entry.tensors] == [16]
+    entry = private.decode_entry(writer.entry(3, position, [("mean", torch.ones(4))]))
+    assert entry.names == ("mean",)
 
 
 @given(st.integers(0, 200))
 def test_an_entry_cut_short_is_refused(length: int) -> None:
-    payload = private.encode_entry(5, {"pass": 0, "index": 0, "samples": 0}, [])
+    payload = private.EntryWriter().entry(5, {"pass": 0, "index": 0, "samples": 0}, [])
     with pytest.raises(Permanent):
         private.decode_entry(payload[:length])
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from keepstep import sabotage
-from keepstep.training.private import Generators
+from keepstep.training.randomness import Randomness, read_randomness, restore_randomness
 from keepstep.training.registry import Registry
 
 _PACE_STEPS = 15
@@ -29,7 +29,7 @@ _LEARNING_STEPS = 2
 
 @dataclass(slots=True)
 class _Snapshot:
-    generators: Generators
+    randomness: Randomness
     registered: dict[str, torch.Tensor]
     others: dict[str, Any]
     groups: dict[str, list[dict[str, Any]]]
@@ -62,7 +62,7 @@ class Boundary:
     def begin(self) -> None:
         """Snapshot what the forward pass may change."""
         self._snapshot = _Snapshot(
-            Generators.now(),
+            read_randomness(),
             {name: g.get_state() for name, g in self.registry.generators.items()},
             self._others(),
             self._groups(),
@@ -165,7 +165,7 @@ class Boundary:
             ):
                 group.update(before)
         if not sabotage.off("rng"):
-            snapshot.generators.restore()
+            restore_randomness(snapshot.randomness)
             for name, state in snapshot.registered.items():
                 self.registry.generators[name].set_state(state)
 

@@ -16,7 +16,8 @@ from keepstep import sabotage, wire
 from keepstep.errors import ConfigError, NoHome, Permanent
 from keepstep.model import Rank
 from keepstep.training.mirror import fetch_from
-from keepstep.training.private import decode_entry, restore_randomness
+from keepstep.training.private import decode_entry
+from keepstep.training.randomness import restore_randomness
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper

@@ -35,7 +35,7 @@ from keepstep.training.movement import (
     largest,
     side_barrier,
 )
-from keepstep.training.private import encode_entry
+from keepstep.training.private import EntryWriter
 from keepstep.training.registry import Registry, find_private
 from keepstep.training.seat import Place
 from keepstep.training.steplog import StepLog, StepRecord
@@ -101,6 +101,7 @@ class Keeper:
         self._finishing = False
         self._busy_until: tuple[str, float] | None = None
         self._slices = SliceDigest()
+        self._writer = EntryWriter()
         self._open_memory()
         self._link.start()
 
@@ -162,7 +163,7 @@ class Keeper:
         # Until the first comparison every buffer may be private.
         self.registry.private |= {name for name, _ in self.registry.buffers()}
         step = self.boundary.step
-        entry = encode_entry(step, cursor.position(), self._private())
+        entry = self._writer.entry(step, cursor.position(), self._private())
         self.open_mirror(step, entry, self.generation)
         self.page.count_launches_from_here()
         self.page.set_committed(self.boundary.step - 1)
@@ -199,7 +200,7 @@ class Keeper:
             self.unsettled = False
         assert self.cursor.has_batches, "a step has batches, and its entry says which come next"
         position = self.cursor.position_after()
-        self._record(encode_entry(self.boundary.step + 1, position, self._private()))
+        self._record(self._writer.entry(self.boundary.step + 1, position, self._private()))
         self._drawn = torch.get_rng_state() if _is_watched(self.boundary.step) else None
 
     def _record(self, payload: bytes) -> None:
@@ -376,7 +377,7 @@ class Keeper:
         assert self.cursor is not None, "a step has a cursor"
         if fresh or self.boundary.step == _COMPARE_AT[0]:
             step = self.boundary.step
-            entry = encode_entry(step, self.cursor.position(), self._private())
+            entry = self._writer.entry(step, self.cursor.position(), self._private())
             self.open_mirror(step, entry, self.generation)
 
     # ------------------------------------------------------------ faults

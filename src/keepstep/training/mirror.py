@@ -26,7 +26,7 @@ from keepstep.errors import WireError
 from keepstep.model import Endpoint, JobId, Rank
 from keepstep.page import Ring, find_entry, mirror_path
 from keepstep.training.exchange import Exchange
-from keepstep.training.private import tensor_bytes
+from keepstep.training.raw import tensor_bytes
 from keepstep.training.seat import Place
 
 _TAG = 11

@@ -22,14 +22,14 @@ from keepstep import sabotage, wire
 from keepstep.model import Move
 from keepstep.training import transport
 from keepstep.training.groups import Groups, GroupsBroken, decode_log, encode_log, merge_logs
-from keepstep.training.private import tensor_bytes
+from keepstep.training.raw import tensor_bytes
 from keepstep.training.registry import Registry
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
 
 _TAG_LENGTH, _TAG_HEADER = 21, 22
-SLICE_BYTES = 32 * 1024
+SLICE_BYTES = 8 * 1024
 """A step's share of the rotating digest: little enough to vanish in a step."""
 _AGREE_SECONDS_MAX = 10.0
 _AGREE_PATIENCE = timedelta(milliseconds=100)

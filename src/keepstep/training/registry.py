@@ -23,7 +23,7 @@ from torch import nn
 
 from keepstep.errors import ConfigError
 from keepstep.training.capsule import DigestCache, byte_view, combine, digest
-from keepstep.training.private import fill_from_bytes, tensor_bytes
+from keepstep.training.raw import fill_from_bytes, tensor_bytes
 
 
 @runtime_checkable

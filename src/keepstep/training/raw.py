@@ -1,0 +1,31 @@
+"""Tensors as bytes and back. By address, because torch's own way needs numpy installed."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from keepstep.errors import Permanent
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """A copy of a tensor's bytes."""
+    # Asked first, because a step comes here for each private tensor.
+    plain = tensor.is_cpu and tensor.is_contiguous()
+    flat = tensor if plain else tensor.detach().cpu().contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
+
+
+def bytes_tensor(raw: bytes) -> torch.Tensor:
+    """A tensor of its own with these bytes."""
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def fill_from_bytes(tensor: torch.Tensor, raw: bytes) -> None:
+    """Write raw bytes back into a tensor in place."""
+    if len(raw) != tensor.numel() * tensor.element_size():
+        raise Permanent(f"{len(raw)} bytes do not fit a tensor of shape {tuple(tensor.shape)}")
+    if raw:
+        with torch.no_grad():
+            tensor.copy_(bytes_tensor(raw).view(tensor.dtype).reshape(tensor.shape))
