@@ -27,6 +27,8 @@ from keepstep.errors import Permanent
 PAGE_BYTES = 4096
 RING_SLOTS = 4
 """Two boundaries can be in play at once (ranks differ by one step); two more for safety."""
+NEWEST = -1
+"""In place of a boundary: whichever is the newest."""
 _MAGIC = 0x4B45455053544550
 _FIELDS = struct.Struct("<10q")
 _LAUNCHED_AT = 48
@@ -224,6 +226,11 @@ def mirror_path(room: Path, rank: int) -> Path:
 def find_entry(room: Path, rank: int, boundary: int) -> bytes | None:
     """A rank's private state at a boundary, wherever this node's room holds it."""
     own = _quietly(lambda: _newest_first(room, f"seat-{rank}-*.ring")) or []
+    if boundary == NEWEST:
+        # A guess for whoever gets ready. What counts is asked for by its boundary.
+        rings = [*own[:1], mirror_path(room, rank)]
+        held = [_quietly(lambda path=path: Ring(path).boundaries()) or () for path in rings]  # type: ignore[misc]
+        boundary = max((b for there in held for b in there), default=0)
     for path in [*own, mirror_path(room, rank)]:
         payload = _quietly(lambda path=path: Ring(path).get(boundary))  # type: ignore[misc]
         if payload is not None:

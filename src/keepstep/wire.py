@@ -166,6 +166,8 @@ class SeatReport:
     """What it received; in VERIFY."""
     moved_seconds: float = 0.0
     """How long that took, from the first byte to the last digest."""
+    groups: str = ""
+    """A digest of its group log; in QUIESCE. Empty: it cannot say."""
     busy_seconds: float = 0.0
     """Above zero: not done yet, but declared busy for at most this long; budgets wait for it."""
     problem: str = ""
@@ -281,6 +283,16 @@ class Assign:
     spec: JobSpec
     seat: Seat
     membership: Membership
+    homes: tuple[Home, ...] = ()
+    """Where the seat's private state is: the joiner puts its data in order ahead of time."""
+    forms: bool = False
+    """All ranks are at a boundary, or about to be: begin to connect the groups."""
+
+
+def joiner_environment(assign: Assign) -> dict[str, str]:
+    """What a joiner is told beyond its seat, forked for it or parked before."""
+    home = codec.dumps(codec.to_plain(assign.homes[0])).decode() if assign.homes else ""
+    return {"KEEPSTEP_HOME": home, "KEEPSTEP_FORMS": "1" if assign.forms else ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +316,8 @@ class Quiesce:
     """Train on to this boundary first; -1, or one that is behind you: leave the step at once."""
     leaving: tuple[Seat, ...] = ()
     """These workers' ranks are with others from now on. They wait, in case they are needed."""
+    membership: Membership | None = None
+    """Begin to connect the groups of this generation, on the way there if the boundary is ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +331,8 @@ class Reform:
     moves: tuple[Move, ...]
     homes: tuple[Home, ...]
     """For ranks that must fetch their private state."""
+    groups_alike: bool = False
+    """All ranks have made the same groups: they need not meet to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,7 +479,7 @@ class WorkerEnding:
 
 @dataclass(frozen=True, slots=True)
 class FetchEntry:
-    """Ask a node for a rank's private state at a boundary."""
+    """Ask a node for a rank's private state at a boundary; page.NEWEST: the newest it has."""
 
     job: JobId
     rank: Rank

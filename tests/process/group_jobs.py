@@ -113,7 +113,7 @@ def recover(store, groups, model, optimizer, step, rank):
         store.set(f"log/{rank}", encode_log(groups.log()))
     survivors = [r for r in range(WORLD) if r != VICTIM]
     groups.replay(merge_logs([decode_log(store.get(f"log/{r}").decode()) for r in survivors]))
-    groups.reform(store, "job", 1, connect_seconds_max=20)
+    groups.reform(lambda: store, "job", 1, connect_seconds_max=20)
     reset_ddp(model)
     at = torch.tensor([step])
     if rank == survivors[0]:
@@ -202,8 +202,10 @@ def blocked_collective(store, rank, size):
 
 
 def blocked_construction(store, rank, size):
-    """Rank 1 of the next generation never comes."""
+    """Rank 1 of the next generation is here, and then never connects."""
     groups = groups_of(store, rank, size)
+    if rank == 1:
+        dist.PrefixStore("p/1/here", store).add("count", 1)
     formed(store, size)
     if rank == 1:
         store.wait(["cancelled"], timedelta(seconds=30))
@@ -220,7 +222,7 @@ def blocked_construction(store, rank, size):
     threading.Thread(target=abort, daemon=True).start()
     store.set("building", "1")
     try:
-        groups.reform(store, "p", 1, connect_seconds_max=20)
+        groups.reform(lambda: store, "p", 1, connect_seconds_max=20)
     except GroupsBroken:
         seconds = time.monotonic() - began[0]
         store.set("cancelled", "1")
@@ -246,7 +248,7 @@ def broken_until_reform(store, rank, size):
             attempt()
         except GroupsBroken:
             refused += 1
-    groups.reform(store, "p", 1, connect_seconds_max=30)
+    groups.reform(lambda: store, "p", 1, connect_seconds_max=30)
     dist.all_reduce(tensor)
     return [refused, tensor.item(), len(groups.log())]
 
@@ -257,14 +259,64 @@ def late_abort(store, rank, size):
     groups.abort(3)
     refused = False
     try:
-        groups.reform(store, "p", 2)
+        groups.reform(lambda: store, "p", 2)
     except GroupsBroken:
         refused = True
-    groups.reform(store, "p", 3, connect_seconds_max=30)
+    groups.reform(lambda: store, "p", 3, connect_seconds_max=30)
     groups.abort(3)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     return [refused, groups.broken, tensor.item()]
+
+
+def prepared_ahead(store, rank, size):
+    """Generations are begun while the one before is in use; some are given up, some come late."""
+    groups = groups_of(store, rank, size)
+    opened = []
+
+    def opens(name):
+        def open_store():
+            opened.append(name)
+            return client(store.port)
+
+        return open_store
+
+    def total(group=None):
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group)
+        return tensor.item()
+
+    formed(store, size)
+    groups.prepare(opens("first"), "p", 1)
+    totals = {total() for _ in range(100)}
+    groups.abort(1)
+    groups.reform(opens("again"), "p", 1)
+    totals.add(total())
+    # One rank is never told of generation 2: the others wait for it in vain, until 3 comes.
+    if rank > 0:
+        groups.prepare(opens("in vain"), "p", 2)
+    totals.add(total())
+    groups.abort(3)
+    began = time.monotonic()
+    refused = False
+    try:
+        groups.reform(opens("refused"), "p", 2)
+    except GroupsBroken:
+        refused = True
+    freed = time.monotonic() - began
+    if rank > 0:
+        groups.prepare(opens("early"), "p", 3)
+    groups.reform(opens("late"), "p", 3)
+    totals.add(total())
+    # A group made since then: what was prepared does not know it.
+    groups.prepare(opens("other groups"), "p", 4)
+    later = dist.new_group(list(range(size)))
+    totals.add(total(later))
+    differs = groups.prepared(4) != groups.log_digest()
+    groups.abort(4)
+    groups.reform(opens("met"), "p/met", 4)
+    totals |= {total(), total(later)}
+    return [sorted(totals), refused, freed < 1.0, differs, sorted(opened)]
 
 
 def lazy_group(store, rank, size):
@@ -285,7 +337,7 @@ def lazy_group(store, rank, size):
         dist.destroy_process_group(temporary)
         if rank == 0:
             store.set("log", encode_log(merge_logs([groups.log()])))
-    groups.reform(store, "p", 1, connect_seconds_max=20)
+    groups.reform(lambda: store, "p", 1, connect_seconds_max=20)
     if rank == 2:
         lazy = dist.new_group([1, 2])  # the user's code comes to it only now
         dist.new_group([0, 1, 2])
@@ -320,7 +372,7 @@ def interrupted_new_group(store, rank, size):
         store.wait(["log"], timedelta(seconds=30))
         groups.abort(1)
         groups.replay(decode_log(store.get("log").decode()))
-    groups.reform(store, "p", 1, connect_seconds_max=20)
+    groups.reform(lambda: store, "p", 1, connect_seconds_max=20)
     group = dist.new_group([0, 1])
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
@@ -343,11 +395,12 @@ def fifty_reforms(store, rank, size):
             store.barrier(f"over/{generation}", size)
             groups.abort(generation)
         began = time.monotonic()
-        groups.reform(store, "p", generation, connect_seconds_max=30)
+        groups.reform(lambda: store, "p", generation, connect_seconds_max=30)
         seconds.append(time.monotonic() - began)
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
         assert tensor.item() == size
+        groups.drop_retired()  # as the session does after its first step
         if generation == 5:
             settle()
             early = held()
@@ -440,7 +493,7 @@ def reach_of_timeouts(store, rank, size):
     """The short limit on connecting must not become the limit of later operations."""
     groups = groups_of(store, rank, size)
     store.barrier("ready", size)
-    groups.reform(store, "p", 1, connect_seconds_max=2.0)
+    groups.reform(lambda: store, "p", 1, connect_seconds_max=2.0)
     tensor = torch.ones(1)
     if rank == 0:
         time.sleep(2.5)
@@ -481,5 +534,5 @@ def aborts_amid_launches(store, rank, size, rounds):
         aborter.join()
         slowest = max(slowest, freed - struck[0])
         store.barrier(f"out/{generation}", size)
-        groups.reform(store, "again", generation)
+        groups.reform(lambda: store, "again", generation)
     return slowest

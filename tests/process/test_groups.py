@@ -108,6 +108,14 @@ def test_a_late_abort_spares_the_generation_it_asked_for_and_refuses_older_ones(
         assert world.run(2, jobs.late_abort) == [[True, False, 2.0]] * 2
 
 
+def test_a_generation_is_connected_while_the_one_before_is_in_use(implementation):
+    with World(implementation) as world:
+        zero, *others = world.run(3, jobs.prepared_ahead)
+    assert zero == [[3.0], True, True, True, ["first", "late", "met", "other groups"]]
+    told = ["early", "first", "in vain", "met", "other groups"]
+    assert others == [[[3.0], True, True, True, told]] * 2
+
+
 def test_a_lazily_made_group_is_replayed_and_later_names_line_up(implementation):
     with World(implementation) as world:
         zero, one, joiner = world.run(3, jobs.lazy_group)

@@ -150,3 +150,13 @@ def test_a_node_that_lost_its_memory_is_no_home():
     nodes[NodeId("n1")].serial = 50
     (home,) = roster.homes([Rank(0)], [Settled(old, 10)], nodes)
     assert [endpoint.host for endpoint in home.endpoints] == ["a0", "a2"]
+
+
+def test_groups_are_alike_only_if_all_say_the_same() -> None:
+    def said(*groups: str) -> bool:
+        return roster.groups_alike(SeatReport(Rank(0), groups=text) for text in groups)
+
+    assert said("a", "a", "a")
+    assert not said("a", "b", "a")
+    assert not said("a", "")
+    assert not said("", "")

@@ -315,3 +315,47 @@ def test_what_stood_still_before_the_last_step_is_no_hang_after_it():
         brain.step(cluster, events.Tick(), moment)
     assert job.migration is None
     assert job.incident is None
+
+
+def told(decision: brain.Decision, kind: type) -> list:
+    return [order.action for order in decision.orders if isinstance(order.action, kind)]
+
+
+def test_groups_are_connected_ahead_only_when_every_seat_is_taken():
+    cluster = running()
+    decision = brain.step(cluster, death(cluster, 1), 2.0)
+    (assign,), (quiesce,) = told(decision, wire.Assign), told(decision, wire.Quiesce)
+    assert assign.forms
+    assert quiesce.membership == assign.membership
+    # The joiner looks ahead: it is told where the private state of its seat may be.
+    assert [home.rank for home in assign.homes] == [1]
+    assert assign.homes[0].endpoints
+
+    cluster = running(extra=0, spare_count=0)
+    for node in cluster.nodes:
+        for slot in range(2):
+            taint = Taint("kept free", 0.0, 1e9)
+            state.put_taint(cluster, state.slot_key(node, slot), taint)
+    (quiesce,) = told(brain.step(cluster, death(cluster, 1), 2.0), wire.Quiesce)
+    assert cluster.jobs[JOB].migration.phase is Phase.HOLD
+    assert quiesce.membership is None
+
+
+def test_nobody_meets_if_all_ranks_have_made_the_same_groups():
+    for said, alike in (("abc", True), ("", False)):
+        cluster = running()
+        brain.step(cluster, death(cluster, 1), 2.0)
+        job = cluster.jobs[JOB]
+        decisions = []
+        for seat in job.roster.seats:
+            fresh = seat.rank in job.migration.fresh
+            groups = said if seat.rank == 0 else "abc"
+            told_here = (
+                wire.SeatReport(seat.rank, groups=groups)
+                if fresh
+                else wire.SeatReport(seat.rank, 5, True, "d5", (5,), groups=groups)
+            )
+            whole = wire.PhaseReport(seat.node, JOB, job.generation, Phase.QUIESCE, (told_here,))
+            decisions.append(brain.step(cluster, whole, 3.0))
+        (reform,) = told(decisions[-1], wire.Reform)
+        assert reform.groups_alike is alike

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.errors import Permanent
-from keepstep.page import RING_SLOTS, Mark, Page, Ring, find_entry, mirror_path, ring_path
+from keepstep.page import NEWEST, RING_SLOTS, Mark, Page, Ring, find_entry, mirror_path, ring_path
 
 
 def test_a_page_says_what_its_worker_last_did(tmp_path: Path) -> None:
@@ -85,3 +85,14 @@ def test_an_entry_is_found_in_the_seats_own_ring_or_in_a_mirror(tmp_path: Path) 
     assert find_entry(tmp_path, 3, 7) == b"mirrored"
     assert find_entry(tmp_path, 3, 8) is None
     assert find_entry(tmp_path, 4, 7) is None
+
+
+def test_the_newest_entry_is_found_without_its_boundary(tmp_path: Path) -> None:
+    own = Ring(ring_path(tmp_path, 2, 0), payload_bytes_max=64)
+    own.put(6, b"six")
+    own.put(7, b"seven")
+    Ring(mirror_path(tmp_path, 2), payload_bytes_max=64).put(5, b"five")
+    Ring(mirror_path(tmp_path, 3), payload_bytes_max=64).put(9, b"nine")
+    assert find_entry(tmp_path, 2, NEWEST) == b"seven"
+    assert find_entry(tmp_path, 3, NEWEST) == b"nine"
+    assert find_entry(tmp_path, 4, NEWEST) is None

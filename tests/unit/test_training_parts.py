@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +21,10 @@ from torch.utils.data.distributed import DistributedSampler
 from keepstep import wire
 from keepstep.errors import ConfigError, Permanent
 from keepstep.model import Generation, JobId, OrderId, Term
+from keepstep.page import RING_SLOTS
 from keepstep.training import private, steplog
 from keepstep.training.boundary import Boundary
+from keepstep.training.finding import _foresee, _short_turns
 from keepstep.training.inbox import Inbox
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, count_samples, warm_up
@@ -72,6 +76,76 @@ def test_a_cursor_that_seeks_goes_on_where_the_other_stood(
     second = Cursor(loader_of(24, batch), passes, accumulate)
     second.seek(first.position())
     assert drain(second) == whole[at:]
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_was_foreseen_changes_no_batch_wherever_the_boundary_is(
+    batch: int, accumulate: int, passes: int, data: st.DataObject
+) -> None:
+    walker = Cursor(loader_of(96, batch), passes, accumulate)
+    places = [walker.position()]
+    while walker.peek() is not None:
+        walker.advance()
+        places.append(walker.position())
+    whole = drain(Cursor(loader_of(96, batch), passes, accumulate))
+    foreseen = data.draw(st.integers(0, len(places) - 1))
+    # Earlier, later, in another pass: a guess may be wrong in any way.
+    at = data.draw(st.integers(0, len(places) - 1))
+    cursor = Cursor(loader_of(96, batch), passes, accumulate)
+    before = torch.get_rng_state()
+    _foresee(cursor, places[foreseen])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert cursor.position() == {"pass": 0, "index": 0, "samples": 0}
+    cursor.seek(places[at])
+    assert drain(cursor) == whole[at:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_pass_that_was_foreseen_is_not_put_in_order_again(workers: int, warm: bool) -> None:
+    asked = []
+
+    class Asked(DistributedSampler[torch.Tensor]):
+        def __iter__(self) -> Any:
+            for number in super().__iter__():
+                asked.append(number)
+                yield number
+
+    data = Loaded(400)
+    loader = DataLoader(
+        data, 4, sampler=Asked(data, 2, 1, shuffle=True, seed=3), num_workers=workers
+    )
+    loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    expected = [batch.flatten().tolist() for batch in loader][30:]
+    cursor = Cursor(loader, 2, None)
+    cursor.warm = warm_up(loader) if warm else None
+    cursor.foresee({"pass": 1, "index": 28, "samples": 200 + 112})
+    asked.clear()
+    cursor.seek({"pass": 1, "index": 30, "samples": 200 + 120})
+    assert drain(cursor) == expected
+    # From a little before the place that was foreseen, not from the top.
+    assert len(asked) == 4 * (50 - 28 + RING_SLOTS) - 4
+
+
+def test_turns_are_as_long_as_before_when_looking_ahead_and_finding_overlap() -> None:
+    before = sys.getswitchinterval()
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(_short_turns)
+    second.enter_context(_short_turns)
+    assert sys.getswitchinterval() < before
+    first.close()
+    assert sys.getswitchinterval() < before
+    second.close()
+    assert sys.getswitchinterval() == before
+
+
+def test_a_sampler_that_is_not_told_the_pass_is_not_asked_ahead() -> None:
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(Loaded(24), 4, shuffle=True, generator=generator)
+    before = generator.get_state()
+    Cursor(loader, 1, None).foresee({"pass": 0, "index": 2, "samples": 8})
+    assert torch.equal(generator.get_state(), before)
 
 
 def test_a_seek_loads_nothing_that_it_skips() -> None:

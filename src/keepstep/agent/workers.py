@@ -117,6 +117,8 @@ class Workers:
             role="joiner" if joiner else "worker",
             resume_from="" if isinstance(action, wire.Assign) else action.resume_from,
         )
+        if isinstance(action, wire.Assign):
+            surrounded |= wire.joiner_environment(action)
         path = around.rank_log(seat.rank)
         key = f"{start.job}/rank{seat.rank}/{seat.incarnation}"
         record = WorkerRecord(

@@ -84,7 +84,12 @@ def _tell_warm(turn: Turn, job: Job, migration: Migration, only: NodeId | None) 
     for rank, seat in sorted(migration.coming.items()):
         if only is None or seat.node == only:
             name = f"assign/{rank}.{seat.incarnation}"
-            turn.order(job, name, (seat.node,), Assign(job.spec, seat, known), job.promised)
+            turn.order(job, name, (seat.node,), _assign(turn, job, seat, known), job.promised)
+
+
+def _assign(turn: Turn, job: Job, seat: Seat, known: Membership, forms: bool = False) -> Assign:
+    homes = roster.homes([seat.rank], job.settled, turn.cluster.nodes)
+    return Assign(job.spec, seat, known, homes, forms)
 
 
 def fence(turn: Turn, job: Job, incarnations: dict[Rank, int], only: NodeId | None = None) -> None:
@@ -113,24 +118,27 @@ def _tell_quiesce(turn: Turn, job: Job, migration: Migration, only: NodeId | Non
     incident = job.incident
     why = incident.story[0].why if incident and incident.story else migration.purpose
     known = membership(turn.cluster, job.roster)
+    # While some seats are empty, or if all will save and go, there is nothing to form.
+    forms = migration.phase is Phase.QUIESCE and not migration.saves
     # Joiners first: they have the longer way to the boundary.
     for rank in sorted(migration.fresh):
         seat = job.roster.seats[rank]
         if only is None or seat.node == only:
             name = f"assign/{rank}.{seat.incarnation}"
-            turn.order(job, name, (seat.node,), Assign(job.spec, seat, known))
+            turn.order(job, name, (seat.node,), _assign(turn, job, seat, known, forms))
     leavers = tuple(migration.leavers.values())
     waiting = (seat.node for seat in leavers if only in (None, seat.node))
     nodes = dict.fromkeys((*survivors, *(n for n in waiting if turn.cluster.nodes[n].alive)))
-    turn.order(job, "quiesce", nodes, Quiesce(why, migration.agreed, leavers))
+    turn.order(
+        job, "quiesce", nodes, Quiesce(why, migration.agreed, leavers, known if forms else None)
+    )
 
 
 def _tell_reform(turn: Turn, job: Job, migration: Migration, only: NodeId | None) -> None:
     plan = migration.plan
     assert plan is not None
-    action = Reform(
-        membership(turn.cluster, job.roster), plan.boundary, plan.digest, plan.moves, plan.homes
-    )
+    known = membership(turn.cluster, job.roster)
+    action = Reform(known, plan.boundary, plan.digest, plan.moves, plan.homes, plan.groups_alike)
     turn.order(job, "reform", _nodes(turn.cluster, job, only), action)
 
 

@@ -42,7 +42,13 @@ def reform(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:
     size = max((report.state_bytes for report in reports.values()), default=0)
     busiest = roster.bytes_through_busiest(moves, size)
     return Plan(
-        verdict.boundary, verdict.digest, moves, homes, winners=verdict.winners, bytes_max=busiest
+        verdict.boundary,
+        verdict.digest,
+        moves,
+        homes,
+        winners=verdict.winners,
+        bytes_max=busiest,
+        groups_alike=roster.groups_alike(reports.values()),
     )
 
 

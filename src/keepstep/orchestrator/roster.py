@@ -205,6 +205,12 @@ def _first_wave(
     return frozenset([*empty, chosen]), chosen
 
 
+def groups_alike(reports: Iterable[SeatReport]) -> bool:
+    """Whether all have said what groups they made, and the same. Else they meet to find out."""
+    logs = {report.groups for report in reports}
+    return len(logs) == 1 and "" not in logs
+
+
 def needy(
     boundary: int, reports: Mapping[Rank, SeatReport], gone: Iterable[Rank] = ()
 ) -> list[Rank]:

@@ -169,6 +169,7 @@ class Plan:
     winners: tuple[Rank, ...] = ()
     bytes_max: int = 0
     """What the busiest rank sends or receives, over all waves."""
+    groups_alike: bool = False
 
 
 @dataclass(slots=True)

@@ -111,6 +111,7 @@ def take_seat(order: wire.Order) -> None:
             "KEEPSTEP_STORE": f"{membership.store.host}:{membership.store.port}",
             "KEEPSTEP_MIRROR_STRIDE": str(membership.mirror_stride),
             "KEEPSTEP_RESUME_FROM": "",
+            **wire.joiner_environment(assign),
         }
     )
     directory = os.environ.get("KEEPSTEP_LOG_DIR", "")

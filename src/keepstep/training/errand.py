@@ -22,7 +22,7 @@ class Errand(Generic[T]):
         self._over = threading.Event()
         self._made: list[T] = []
         self._trouble: Exception | None = None
-        self._work = work
+        self._work: Callable[[], T] | None = work
         self._name = name
 
     def start(self) -> None:
@@ -43,9 +43,14 @@ class Errand(Generic[T]):
         return self._made[0]
 
     def _run(self) -> None:
+        # Forgotten at once: work that knows its owner, who knows the errand, would keep what was
+        # made until the next collection, and a backend's threads with it.
+        work, self._work = self._work, None
+        assert work is not None, "an errand is run once"
         try:
-            self._made.append(self._work())
+            self._made.append(work())
         except Exception as error:
             self._trouble = error
         finally:
+            del work
             self._over.set()

@@ -1,5 +1,8 @@
 """A rank's private state: found and taken in by a thread while the groups are re-formed.
 
+Before that a joiner looks ahead: from the newest entry of its seat, long before the boundary is
+known, it learns which pass over the data is under way, and puts that pass in order.
+
 Private and shared state do not overlap, so the two need not wait for each other. The loader's next
 batch, which takes longest, is fetched last and awaited only when training goes on.
 
@@ -8,6 +11,7 @@ Must never: swallow what the user's code raises here. It is kept for the trainin
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from typing import TYPE_CHECKING
@@ -15,9 +19,12 @@ from typing import TYPE_CHECKING
 from keepstep import sabotage, wire
 from keepstep.errors import ConfigError, NoHome, Permanent
 from keepstep.model import Rank
+from keepstep.page import NEWEST
+from keepstep.training.loader import Cursor
 from keepstep.training.mirror import fetch_from
 from keepstep.training.private import decode_entry
-from keepstep.training.randomness import restore_randomness
+from keepstep.training.randomness import read_randomness, restore_randomness
+from keepstep.training.seat import Place
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
@@ -45,19 +52,15 @@ class Finding:
         self._thread.start()
 
     def _run(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
-        # A sampler that shuffles holds the interpreter, and each chunk that lands would wait for
-        # its turn: let turns be short meanwhile.
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(interval, SWITCH_SECONDS))
-        try:
+        with _short_turns:
             self._find(keeper, reform, receiving)
-        finally:
-            sys.setswitchinterval(interval)
 
     def _find(self, keeper: Keeper, reform: wire.Reform, receiving: bool) -> None:
         try:
             payload = self._known or _find_private(keeper, reform)
             if receiving:
+                if keeper.foresight is not None:
+                    keeper.foresight.end()
                 take_private(keeper, payload, reform.boundary)
             self._outcome = payload
         except Exception as error:
@@ -87,6 +90,77 @@ class Finding:
         self._thread.join()
         if self._trouble is not None:
             raise Permanent("the loader failed as this rank took its seat") from self._trouble
+
+
+class Foresight:
+    """Puts the data in order for a joiner that has its seat but knows no boundary yet.
+
+    It is a guess and nothing else: what was foreseen is used only where it fits the boundary that
+    is ordered later, and whatever goes wrong here will show again, in earnest, there.
+    """
+
+    def __init__(self, place: Place, cursor: Cursor) -> None:
+        self._lock = threading.Lock()
+        self._ended = False
+        if place.home is None:
+            return
+        threading.Thread(
+            target=self._run, args=(place, place.home, cursor), name="keepstep-foresee", daemon=True
+        ).start()
+
+    def end(self) -> None:
+        """From here on the cursor and the generators are the caller's. Never waits for a peer."""
+        with self._lock:
+            self._ended = True
+
+    def _run(self, place: Place, home: wire.Home, cursor: Cursor) -> None:
+        try:
+            payload, _ = fetch_from(place.room, home, place.job, NEWEST, place.secret)
+            if payload is None:
+                return
+            position = decode_entry(payload).loader
+            with self._lock, _short_turns:
+                if not self._ended:
+                    _foresee(cursor, position)
+        except Exception as error:
+            # The user's sampler, for one. It is asked again when it counts.
+            sys.stderr.write(f"keepstep: the data could not be put in order ahead: {error!r}\n")
+            sys.stderr.flush()
+
+
+def _foresee(cursor: Cursor, position: dict[str, int]) -> None:
+    before = read_randomness()
+    try:
+        cursor.foresee(position)
+    finally:
+        restore_randomness(before)
+
+
+class _ShortTurns(contextlib.AbstractContextManager[None]):
+    """A sampler that shuffles holds the interpreter, and each chunk that lands would wait for its
+    turn: let turns be short meanwhile. Looking ahead and finding may overlap: the last one out
+    puts back what the first one found."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, SWITCH_SECONDS))
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                sys.setswitchinterval(self._before)
+
+
+_short_turns = _ShortTurns()
 
 
 def _find_private(keeper: Keeper, reform: wire.Reform) -> bytes:

@@ -8,6 +8,7 @@ Must never: depend on torch's state; these are plain records, and the functions 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -63,6 +64,11 @@ def order_of(record: GroupRecord) -> tuple[int, int, str]:
 def encode_log(records: Sequence[GroupRecord]) -> str:
     """The log as JSON, for a store or a message."""
     return json.dumps([asdict(record) for record in records])
+
+
+def digest_log(records: Sequence[GroupRecord]) -> str:
+    """The same for ranks that have made the same groups, in whatever order they came to know."""
+    return hashlib.sha256(encode_log(merge_logs([records])).encode()).hexdigest()[:16]
 
 
 def decode_log(text: str) -> tuple[GroupRecord, ...]:

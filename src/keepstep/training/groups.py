@@ -23,12 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import ConfigError
+from keepstep.training.ahead import Ahead
+from keepstep.training.ddp import ddp_modules, reset_ddp, settles_at
 from keepstep.training.group_log import (
     GroupRecord,
     decode_log,
+    digest_log,
     encode_log,
     merge_logs,
     order_of,
@@ -46,6 +48,7 @@ __all__ = [
     "encode_log",
     "merge_logs",
     "reset_ddp",
+    "settles_at",
 ]
 
 BACKEND = "keepstep"
@@ -54,23 +57,6 @@ KINDS = ("gloo", "nccl")
 # A backstop only: an abort frees a blocked reform at once. Connecting to a TCPStore was measured to
 # stall for 5.0 s now and then, so a limit of 5 s would turn that stall into a failed generation.
 CONNECT_SECONDS_MAX = 15.0
-
-
-def reset_ddp(module: nn.Module) -> None:
-    """Make the DDP modules inside forget the broken backward, so that the step can be retried."""
-    for ddp in _ddp_modules(module):
-        # Resets the reducer; the group is the same object with another backend under it.
-        ddp._update_process_group(ddp.process_group)
-        ddp.zero_grad(set_to_none=True)
-
-
-def settles_at(module: nn.Module) -> int:
-    """The first step in which the DDP modules inside use the buckets that they keep.
-
-    DDP lays them out anew after its first backward pass, with static_graph after its second. The
-    layout decides the order in which gradients are summed.
-    """
-    return max((2 if ddp.static_graph else 1 for ddp in _ddp_modules(module)), default=0)
 
 
 @dataclass
@@ -92,7 +78,8 @@ class Groups:
         self._gate: Any = self._parts.gate(GroupsBroken)
         self._entries: dict[str, _Entry] = {}
         self._formation: Formation | None = None
-        self._forming: Formation | None = None
+        self._ahead: Ahead | None = None
+        self._retired: list[Any] = []
         self._generation_min = 0
         self._side: Any = None
         self._rehearsing = False
@@ -136,12 +123,16 @@ class Groups:
     def close(self) -> None:
         """Destroy the groups and take every patch back. The process may init again."""
         self._unpatch()
+        if self._ahead is not None:
+            self._ahead.give_up()
+            self._ahead = None
         if dist.is_initialized():
             dist.destroy_process_group()
         self._gate.on_backward(None)
         self._gate.before_nth(0, None)
         self._gate.unbind_counter()
         self._entries.clear()
+        self._retired.clear()
         self._side = None
         if self._formation is not None:
             self._formation.forget()
@@ -166,7 +157,7 @@ class Groups:
 
     def adopt(self, module: nn.Module) -> None:
         """Give the DDP modules inside the groups that `reseat` made. Rebuilt buckets are kept."""
-        for ddp in _ddp_modules(module):
+        for ddp in ddp_modules(module):
             entry = self._entries[ddp.process_group.group_name]
             if entry.group is None:
                 raise ConfigError(
@@ -181,6 +172,10 @@ class Groups:
     def log(self) -> tuple[GroupRecord, ...]:
         """Every group ever made in this job, as far as this rank knows."""
         return tuple(self._refreshed(entry) for entry in list(self._entries.values()))
+
+    def log_digest(self) -> str:
+        """The same on ranks that have made the same groups."""
+        return digest_log(self.log())
 
     def replay(self, records: Sequence[GroupRecord]) -> None:
         """Make the groups that others have and this rank lacks, under the same names.
@@ -215,41 +210,64 @@ class Groups:
         with self._lock:
             if generation is not None:
                 self._generation_min = max(self._generation_min, generation)
-            formed, forming = self._formation, self._forming
-            old = [f for f in (formed, forming) if f is not None and _is_older(f, generation)]
-            if formed is None or formed in old:
+            formed, ahead = self._formation, self._ahead
+            if formed is None or _is_older(formed, generation):
                 self._gate.broken = True
-        for formation in old:
-            formation.cancel()
+        if formed is not None and _is_older(formed, generation):
+            formed.cancel()
+        if ahead is not None and _is_older(ahead, generation):
+            ahead.give_up()
+
+    def prepare(self, open_store: Callable[[], Store], prefix: str, generation: int) -> None:
+        """Begin to connect a generation while the one before is in use. Any thread, repeatedly."""
+        # The log before the members: a group made in this very moment must show as a difference.
+        ahead = Ahead(prefix, generation, self.log_digest(), self._members())
+        with self._lock:
+            known = self._ahead
+            newest = max(self._generation_min, known.generation if known is not None else 0)
+            if generation < newest or (known is not None and known.serves(prefix, generation)):
+                return
+            self._ahead = ahead
+        if known is not None:
+            known.give_up()
+        specs = [*(self._spec(entry.record) for entry in ahead.members), self._side_spec()]
+        ahead.start(open_store, specs)
+
+    def prepared(self, generation: int) -> str | None:
+        """The digest of the group log that a generation was prepared with; None if it was not."""
+        ahead = self._ahead
+        return ahead.log if ahead is not None and ahead.generation == generation else None
 
     def reform(
         self,
-        store: Store,
+        open_store: Callable[[], Store],
         prefix: str,
         generation: int,
         connect_seconds_max: float = CONNECT_SECONDS_MAX,
     ) -> None:
         """Connect every group anew under `prefix/generation` and swap the backends in place.
 
+        What was prepared for it is used; the store is not even opened then.
+
         Raises GroupsBroken when aborted meanwhile or when a peer does not come in time; the
         groups stay broken then, and the caller tries a newer generation.
         """
-        formation = Formation(store, prefix, generation)
-        with self._lock:
-            if generation < self._generation_min:
-                raise GroupsBroken(f"generation {generation} is older than {self._generation_min}")
-            self._forming = formation
-        members = self._members()
-        specs = [self._spec(entry.record) for entry in members] + [self._side_spec()]
+        self.prepare(open_store, prefix, generation)
+        ahead = self._ahead
+        if ahead is None or not ahead.serves(prefix, generation):
+            raise GroupsBroken(f"generation {generation} is older than {self._generation_min}")
         try:
-            backends = formation.build(specs, connect_seconds_max)
-            self._install(formation, members, backends)
+            if ahead.log != self.log_digest():
+                raise GroupsBroken("a group was made or destroyed since these were prepared")
+            formation, backends = ahead.finish(connect_seconds_max)
+            self._install(formation, ahead.members, backends)
         except GroupsBroken:
             self._gate.broken = True
-            formation.cancel()
+            ahead.give_up()
             raise
         finally:
-            self._forming = None
+            with self._lock:
+                self._ahead = None if self._ahead is ahead else self._ahead
 
     @property
     def side(self) -> Any:
@@ -454,7 +472,7 @@ class Groups:
         self, formation: Formation, members: Sequence[_Entry], backends: Sequence[Any]
     ) -> None:
         with self._lock:
-            if formation.cancelled:
+            if formation.cancelled or formation.generation < self._generation_min:
                 raise GroupsBroken("the groups were aborted while they were being re-formed")
             old: list[Any] = [
                 entry.swap.swap(backend) for entry, backend in zip(members, backends, strict=False)
@@ -468,9 +486,18 @@ class Groups:
             self._rehearsing = False
             self._gate.broken = False
         self._unpatch_object_collectives()
-        # A Gloo backend joins its threads when it is freed; one that missed the abort would hold
-        # the caller until its timeout.
-        threading.Thread(target=old.clear, name="keepstep-drop", daemon=True).start()
+        self.drop_retired()
+        self._retired = old
+        if self._kind != "gloo":
+            self.drop_retired()  # Memory of the device is dearer than a pause.
+
+    def drop_retired(self) -> None:
+        """Free the backends that the last reform replaced. Not in a pause, and on a thread."""
+        # A Gloo backend that is freed joins its threads, which look around every 10 ms, and holds
+        # the interpreter meanwhile; one that missed the abort would hold us until its timeout.
+        old, self._retired = self._retired, []
+        if old:
+            threading.Thread(target=old.clear, name="keepstep-drop", daemon=True).start()
 
     def _refreshed(self, entry: _Entry) -> GroupRecord:
         gone = entry.group is not None and entry.group not in c10d._world.pg_names
@@ -518,9 +545,5 @@ class Groups:
 # ---------------------------------------------------------------- small pure parts
 
 
-def _ddp_modules(module: nn.Module) -> list[DistributedDataParallel]:
-    return [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
-
-
-def _is_older(formation: Formation, generation: int | None) -> bool:
-    return generation is None or formation.generation < generation
+def _is_older(made: Formation | Ahead, generation: int | None) -> bool:
+    return generation is None or made.generation < generation

@@ -36,6 +36,8 @@ class Inbox:
         """Says where this rank is; None while it has no state."""
         self.passed: Callable[[int], bool] = lambda at: True
         """Whether a boundary lies behind this rank, or will never come."""
+        self.prepare: Callable[[int, wire.Quiesce], None] = lambda generation, quiesce: None
+        """Gets ready, while training goes on, for a boundary that lies ahead."""
         self.generation = 0
 
     @property
@@ -89,6 +91,8 @@ class Inbox:
             # it, and has to be called back.
             if self.passed(order.action.at):
                 self._interrupt()
+            else:
+                self.prepare(int(order.generation), order.action)
             busy = self.busy()
             if busy is not None:
                 self._send(busy)

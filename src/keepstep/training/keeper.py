@@ -19,11 +19,11 @@ import torch
 
 from keepstep import failpoint, wire
 from keepstep.errors import NoHome, Transient
-from keepstep.model import Generation, NodeId, Phase, Rank
+from keepstep.model import Endpoint, Generation, NodeId, Phase, Rank
 from keepstep.page import Mark, Page, Ring, page_path, ring_path
 from keepstep.training import checkpoint, recovery
 from keepstep.training.boundary import Boundary
-from keepstep.training.finding import Finding
+from keepstep.training.finding import Finding, Foresight
 from keepstep.training.groups import Groups, GroupsBroken, settles_at
 from keepstep.training.inbox import Inbox
 from keepstep.training.link import Link
@@ -35,6 +35,7 @@ from keepstep.training.movement import (
     largest,
     side_barrier,
 )
+from keepstep.training.pointed_store import connect
 from keepstep.training.private import EntryWriter
 from keepstep.training.registry import Registry, find_private
 from keepstep.training.seat import Place
@@ -82,6 +83,7 @@ class Keeper:
         self.reformed = False
         """The groups were re-formed, and training has not gone on since."""
         self.finding: Finding | None = None
+        self.foresight: Foresight | None = None
         self.unsettled = False
         """In the first steps of a run, until DDP uses the buckets that it keeps."""
         self._settles_at = 0
@@ -96,6 +98,7 @@ class Keeper:
         self.inbox.busy = self._busy_report
         self.inbox.where = self._where
         self.inbox.passed = self._passed
+        self.inbox.prepare = self.prepare
         self.leaves_in = -1
         """In this generation another worker has our rank; we wait, in case it fails."""
         self._finishing = False
@@ -155,7 +158,11 @@ class Keeper:
         self.groups.on_backward(self._before_gradients)
         if not self.has_state:
             self.reach("attach")
-            self.report("Assign", Phase.QUIESCE, wire.SeatReport(Rank(self.place.rank)))
+            self.report("Assign", Phase.QUIESCE, recovery.empty_seat(self, self.generation))
+            if self.place.forms:
+                self.connect_groups(self.generation, self.place.store, self.place.secret)
+            # After the report, for which others wait: until its orders come this rank has time.
+            self.foresight = Foresight(self.place, cursor)
             self.recover()
             return
         if self.saved is not None:
@@ -165,6 +172,7 @@ class Keeper:
         step = self.boundary.step
         entry = self._writer.entry(step, cursor.position(), self._private())
         self.open_mirror(step, entry, self.generation)
+        side_barrier(self.groups)
         self.page.count_launches_from_here()
         self.page.set_committed(self.boundary.step - 1)
         self.log.start_at(self.boundary.step)
@@ -181,8 +189,7 @@ class Keeper:
 
     def begin(self) -> int:
         """Enter a step; joins a migration first if one waits."""
-        while self.inbox.due(self._here):
-            self.recover()
+        self.follow_orders()
         if self.boundary.step in _COMPARE_AT:
             self._compare()
         self._recorded = -1
@@ -191,6 +198,11 @@ class Keeper:
         self.boundary.begin()
         self.page.mark(Mark.FORWARD, self.boundary.step)
         return self.boundary.step
+
+    def follow_orders(self) -> None:
+        """Between two steps: go through the migration that waits for this boundary, if one does."""
+        while self.inbox.due(self._here):
+            self.recover()
 
     def _before_gradients(self) -> None:
         """The forward pass is through: the coming boundary's private state is known now."""
@@ -256,6 +268,7 @@ class Keeper:
                 rank, boundary=step + 1, state_bytes=size, step=step, step_seconds=pace
             )
             self.report("Resume", Phase.RESUME, seat)
+            self.groups.drop_retired()
 
     def update_done(self) -> None:
         """The optimizers are through; only the tail of the attempt is left."""
@@ -303,8 +316,7 @@ class Keeper:
         # From here on no boundary is ahead of us: whatever is ordered is followed where we are.
         self._finishing = True
         try:
-            while self.inbox.due(self._here):
-                self.recover()
+            self.follow_orders()
             side_barrier(self.groups)
         except RuntimeError as error:
             if not self.is_fault(error):
@@ -329,7 +341,10 @@ class Keeper:
         self.has_state = False
 
     def open_mirror(self, boundary: int, payload: bytes, generation: int) -> None:
-        """Give a boundary's entry its two homes; the world agrees on the size of an entry."""
+        """Give a boundary's entry its two homes; the world agrees on the size of an entry.
+
+        Nobody may go on before every rank is through here.
+        """
         place = self.place
         capacity = payload_bytes_max(largest(self.groups, len(payload)))
         path = ring_path(place.room, place.rank, place.incarnation)
@@ -341,8 +356,6 @@ class Keeper:
         self._mirror.open(self.groups.side, capacity)
         self._mirror.send(boundary, payload)
         self._mirror.finish()
-        # Nobody goes on before every entry has its second home.
-        side_barrier(self.groups)
 
     def arrive(self, boundary: int, payload: bytes) -> None:
         """What was received is verified: this rank is whole, and a source, from here on."""
@@ -379,6 +392,7 @@ class Keeper:
             step = self.boundary.step
             entry = self._writer.entry(step, self.cursor.position(), self._private())
             self.open_mirror(step, entry, self.generation)
+            side_barrier(self.groups)
 
     # ------------------------------------------------------------ faults
 
@@ -451,6 +465,25 @@ class Keeper:
 
     def _passed(self, at: int) -> bool:
         return not self.has_state or self._here >= at
+
+    def prepare(self, generation: int, quiesce: wire.Quiesce) -> None:
+        """Begin to connect a generation's groups, as soon as it is known. Any thread."""
+        known = quiesce.membership
+        if known is not None and not self.is_leaving(quiesce):
+            self.connect_groups(generation, known.store, known.secret)
+
+    def connect_groups(self, generation: int, store: Endpoint, secret: str) -> None:
+        def overtaken() -> bool:
+            return self.inbox.generation != generation
+
+        self.groups.prepare(
+            lambda: connect(store, recovery.STORE_SECONDS_MAX, overtaken), secret, generation
+        )
+
+    def is_leaving(self, quiesce: wire.Quiesce) -> bool:
+        """Another worker has our rank from now on."""
+        me = (self.place.rank, self.place.incarnation)
+        return me in [(seat.rank, seat.incarnation) for seat in quiesce.leaving]
 
     def reach(self, point: str) -> None:
         failpoint.reach(f"rank-{self.place.rank}-{point}")

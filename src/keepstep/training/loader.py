@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.errors import ConfigError
+from keepstep.page import RING_SLOTS
 
 
 class Cursor:
@@ -33,6 +35,7 @@ class Cursor:
         """Samples consumed by this rank in all passes."""
         self.warm: WarmLoader | None = None
         """Loader workers that a standby started ahead of time, for the first pass it enters."""
+        self._foreseen: _Foreseen | None = None
         self._iterator: Iterator[Any] | None = None
         self._current: list[Any] | None = None
         self._samples_after = 0
@@ -85,6 +88,27 @@ class Cursor:
         self._current = None
         self._iterator = None
 
+    def foresee(self, position: dict[str, int]) -> None:
+        """Put a pass in order ahead of time, up to a little before this place.
+
+        Only the sampler is asked, and only one that is told the pass: its order then depends on
+        nothing else. The cursor stays where it is, and the next seek goes wherever it is told.
+        """
+        loader = self.loader
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return
+        told = [sampler for sampler in _samplers(loader) if hasattr(sampler, "set_epoch")]
+        if not told or self._iterator is not None:
+            return
+        for sampler in told:
+            sampler.set_epoch(position["pass"])
+        # The boundary may turn out to be an earlier one than that of the newest entry.
+        index = max(0, position["index"] - RING_SLOTS * (self.accumulate or 1))
+        rest = iter(_sampler_of(loader))
+        # One more, because many a sampler does nothing before it is asked for its first.
+        first = list(itertools.islice(rest, index, index + 1))
+        self._foreseen = _Foreseen(position["pass"], index, itertools.chain(first, rest))
+
     def rehearsal(self) -> list[Any]:
         """Some batches of the right shape, for a joiner that warms up. No worker is started."""
         wanted = self.accumulate or 1
@@ -110,22 +134,25 @@ class Cursor:
         for sampler in _samplers(self.loader):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.pass_number)
+        foreseen, self._foreseen = self._foreseen, None
         if not skip:
             return iter(self.loader)
+        if foreseen is not None and not foreseen.serves(self.pass_number, skip):
+            foreseen = None
         # A loader draws its workers' seed from the global generator when it is opened. That draw
         # belongs to the start of a pass, where every rank made it; here it would be one too many.
         randomness = torch.get_rng_state()
-        iterator = self._open_at(skip)
+        iterator = self._open_at(skip, foreseen)
         torch.set_rng_state(randomness)
         return iterator
 
-    def _open_at(self, skip: int) -> Iterator[Any]:
+    def _open_at(self, skip: int, foreseen: _Foreseen | None) -> Iterator[Any]:
         warm, self.warm = self.warm, None
         if warm is not None:
-            return warm.open(skip)
+            return warm.open(skip, foreseen)
         loader = self.loader
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            return iter(_reopened(loader, skip))
+            return iter(_reopened(loader, skip, foreseen))
         iterator = iter(loader)
         next(itertools.islice(iterator, skip, skip), None)
         return iterator
@@ -148,8 +175,9 @@ class WarmLoader:
         for _ in self._loader:
             continue
 
-    def open(self, skip: int) -> Iterator[Any]:
+    def open(self, skip: int, foreseen: _Foreseen | None = None) -> Iterator[Any]:
         self._order.inner, self._order.skip = self._source, skip
+        self._order.foreseen = foreseen
         return iter(self._loader)
 
 
@@ -162,24 +190,49 @@ def warm_up(loader: object) -> WarmLoader | None:
     return WarmLoader(loader)
 
 
+@dataclass(frozen=True, slots=True)
+class _Foreseen:
+    """A pass that is in order already, from an index on."""
+
+    pass_number: int
+    index: int
+    rest: Iterator[Any]
+
+    def serves(self, pass_number: int, index: int) -> bool:
+        return pass_number == self.pass_number and index >= self.index
+
+
 class _Skipping:
     """A sampler's order without its first entries: skipped by index, never loaded."""
 
-    def __init__(self, inner: Iterable[Any], skip: int) -> None:
+    def __init__(self, inner: Iterable[Any], skip: int, foreseen: _Foreseen | None = None) -> None:
         self.inner = inner
         self.skip = skip
+        self.foreseen = foreseen
 
     def __iter__(self) -> Iterator[Any]:
+        if self.foreseen is not None:
+            return self._from_foreseen()
         return itertools.islice(iter(self.inner), self.skip, None)
+
+    def _from_foreseen(self) -> Iterator[Any]:
+        # Whoever asks first uses it up. torch makes two iterators and asks only the second.
+        foreseen, self.foreseen = self.foreseen, None
+        if foreseen is None:
+            yield from self
+        else:
+            yield from itertools.islice(foreseen.rest, self.skip - foreseen.index, None)
 
     def __len__(self) -> int:
         return max(0, len(self.inner) - self.skip)  # type: ignore[arg-type]
 
 
-def _reopened(loader: DataLoader[Any], skip: int) -> DataLoader[Any]:
+def _reopened(
+    loader: DataLoader[Any], skip: int, foreseen: _Foreseen | None = None
+) -> DataLoader[Any]:
     """A copy that begins `skip` batches later. DataLoader refuses assignment, its dict does not."""
     reopened = copy.copy(loader)
-    reopened.__dict__[_sampler_name(loader)] = _Skipping(_sampler_of(loader), skip)
+    reopened.__dict__[_sampler_name(loader)] = _Skipping(_sampler_of(loader), skip, foreseen)
     reopened.__dict__["_iterator"] = None
     return reopened
 

@@ -29,7 +29,8 @@ from keepstep.training.pointed_store import connect
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
 
-_STORE_SECONDS_MAX = 5.0
+STORE_SECONDS_MAX = 5.0
+"""For finding a generation's store, and for each answer of it."""
 
 
 def obey(keeper: Keeper, order: wire.Order) -> bool:
@@ -39,15 +40,16 @@ def obey(keeper: Keeper, order: wire.Order) -> bool:
         # Another worker has our rank in this generation.
         return False
     match order.action:
-        case wire.Assign():
+        case wire.Assign() as assign:
             # Another rank fell while this one was on its way here: the same seat once more.
-            joiner = wire.SeatReport(Rank(keeper.place.rank))
-            keeper.report("Assign", Phase.QUIESCE, joiner, generation)
+            keeper.report("Assign", Phase.QUIESCE, empty_seat(keeper, generation), generation)
+            if assign.forms:
+                known = assign.membership
+                keeper.connect_groups(generation, known.store, known.secret)
         case wire.Quiesce() as quiesce:
-            me = (keeper.place.rank, keeper.place.incarnation)
-            if me in [(seat.rank, seat.incarnation) for seat in quiesce.leaving]:
+            if keeper.is_leaving(quiesce):
                 keeper.leaves_in = generation
-            _quiesce(keeper, generation)
+            _quiesce(keeper, generation, quiesce)
         case wire.Reform() as reform:
             _reform(keeper, generation, reform)
         case wire.Resume() as resume:
@@ -62,7 +64,7 @@ def obey(keeper: Keeper, order: wire.Order) -> bool:
     return False
 
 
-def _quiesce(keeper: Keeper, generation: int) -> None:
+def _quiesce(keeper: Keeper, generation: int, quiesce: wire.Quiesce) -> None:
     keeper.abort(generation)
     keeper.reach("quiesce")
     _end_finding(keeper)
@@ -75,10 +77,12 @@ def _quiesce(keeper: Keeper, generation: int) -> None:
     if keeper.leaves_in == generation:
         # Whoever has our rank speaks for it.
         return
+    # Others may be longer on their way to the boundary: use the time.
+    keeper.prepare(generation, quiesce)
     intact = keeper.has_state and keeper.boundary.whole
     rank = Rank(keeper.place.rank)
     if not intact:
-        keeper.report("Quiesce", Phase.QUIESCE, wire.SeatReport(rank), generation)
+        keeper.report("Quiesce", Phase.QUIESCE, empty_seat(keeper, generation), generation)
         return
     seat = wire.SeatReport(
         rank,
@@ -89,8 +93,20 @@ def _quiesce(keeper: Keeper, generation: int) -> None:
         state_bytes=keeper.registry.state_bytes(),
         unsettled=keeper.unsettled,
         step_seconds=keeper.step_seconds,
+        groups=_groups_made(keeper, generation),
     )
     keeper.report("Quiesce", Phase.QUIESCE, seat, generation)
+
+
+def empty_seat(keeper: Keeper, generation: int) -> wire.SeatReport:
+    """What a rank without whole state says at a boundary: which groups it has made."""
+    return wire.SeatReport(Rank(keeper.place.rank), groups=_groups_made(keeper, generation))
+
+
+def _groups_made(keeper: Keeper, generation: int) -> str:
+    """Nothing if another one was made after the generation was prepared: then all begin anew."""
+    made, prepared = keeper.groups.log_digest(), keeper.groups.prepared(generation)
+    return made if prepared in (None, made) else ""
 
 
 def _vote_digest(keeper: Keeper) -> str:
@@ -106,18 +122,20 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     def overtaken() -> bool:
         return keeper.inbox.generation != generation
 
-    store = connect(reform.membership.store, _STORE_SECONDS_MAX, overtaken)
+    def store() -> dist.Store:
+        return connect(reform.membership.store, STORE_SECONDS_MAX, overtaken)
+
     prefix = reform.membership.secret
     receiving = any(move.target == place.rank for move in reform.moves)
     # A joiner has nothing to lose. A survivor that lags behind keeps its older state, which may be
     # needed after all, until the newer one begins to land.
     joining = receiving and not keeper.has_state
     finding = keeper.finding = Finding(keeper, reform, joining)
-    agree_on_groups(
-        keeper.groups,
-        dist.PrefixStore(f"{prefix}/{generation}/log", store),
-        overtaken,
-    )
+    if not reform.groups_alike:
+        meeting = dist.PrefixStore(f"{prefix}/{generation}/log", store())
+        agree_on_groups(keeper.groups, meeting, overtaken)
+        # What was begun with other groups than these is worth nothing, and must not be met again.
+        prefix = f"{prefix}/met"
     keeper.groups.reform(store, prefix, generation)
     keeper.report("Reformed", Phase.REFORM, wire.SeatReport(rank), generation)
     try:
@@ -145,6 +163,7 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     # Before the mirrors are made anew: from here on the older boundary is not needed any more.
     digest = check(received)
     keeper.secret = reform.membership.secret
+    # No barrier: whoever says VERIFY holds its neighbour's entry, and all say it before a resume.
     keeper.open_mirror(reform.boundary, payload, generation)
     intact = keeper.has_state and keeper.boundary.step == reform.boundary
     moved_bytes, moved_seconds = keeper.moved

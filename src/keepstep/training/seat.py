@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep import codec, wire
 from keepstep.model import Endpoint, Generation, JobId, Mode
 
 
@@ -45,6 +46,10 @@ class Place:
     resume_from: str
     observed: bool = False
     """Mode observe: nobody will come to help, so a broken collective is an error like any other."""
+    home: wire.Home | None = None
+    """Of a joiner: where the private state of its seat may be found."""
+    forms: bool = False
+    """Of a joiner: the others connect their groups already."""
 
 
 def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
@@ -54,6 +59,7 @@ def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
         return None
     host, _, port = env.get("KEEPSTEP_STORE", ":0").rpartition(":")
     state = env.get("KEEPSTEP_STATE_DIR", "")
+    home = env.get("KEEPSTEP_HOME", "")
     return Place(
         job=JobId(env["KEEPSTEP_JOB"]),
         role=env.get("KEEPSTEP_ROLE", "worker"),
@@ -73,4 +79,6 @@ def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
         state_directory=Path(state) if state else None,
         resume_from=env.get("KEEPSTEP_RESUME_FROM", ""),
         observed=env.get("KEEPSTEP_MODE", "") == Mode.OBSERVE,
+        home=codec.from_plain(wire.Home, codec.loads(home)) if home else None,
+        forms=env.get("KEEPSTEP_FORMS", "") == "1",
     )

@@ -136,6 +136,9 @@ class Session:
                 yield from self._rehearse(cursor, accumulate)
             self._keeper.start(cursor)
         while True:
+            if self._keeper is not None:
+                # Before the batches are asked for: a pause is time in which a loader gets ready.
+                self._keeper.follow_orders()
             limit = max_steps() if callable(max_steps) else max_steps
             batches = cursor.peek() if limit is None or self.step < limit else None
             if batches is None:

@@ -6,11 +6,14 @@ it writes into the environment, so that from then on it looks like any other wor
 
 from __future__ import annotations
 
+import socket
+
 import torch.distributed as dist
 
 from keepstep.errors import ConfigError
 from keepstep.training import entry
 from keepstep.training.pointed_store import connect
+from keepstep.training.randomness import read_randomness
 from keepstep.training.seat import Place, read_place
 
 _STORE_SECONDS_MAX = 60.0
@@ -18,11 +21,18 @@ _STORE_SECONDS_MAX = 60.0
 
 def park() -> Place:
     """Block until this standby is given a seat; returns the seat's place."""
+    _import_late_modules()
     entry.take_seat(entry.wait_for_seat())
     seated = read_place()
     if seated is None:
         raise ConfigError("the environment lost KEEPSTEP_SOCKET while this standby was parked")
     return seated
+
+
+def _import_late_modules() -> None:
+    """What Python and numpy import only at first use would be imported in the pause: 10 ms."""
+    socket.getaddrinfo("127.0.0.1", 0)
+    read_randomness()
 
 
 def empty_store() -> dist.Store:
