@@ -102,7 +102,8 @@ class LauncherConfig:
     stop_seconds_max: float = 10.0
     """How long a child may take to leave after SIGTERM before it is killed."""
     unreachable_seconds_max: float = 60.0
-    """How long the orchestrator may not answer while a job is waited for."""
+    """How long the orchestrator may not answer while no worker lives here. With workers it is tried
+    for ever: training needs no orchestrator."""
     follow_seconds: float = 0.25
     """How often the launcher asks for the job's state."""
 

@@ -221,7 +221,7 @@ def test_killing_it_over_and_over_in_the_middle_of_things_loses_nothing_that_was
 def test_submitting_the_same_job_again_changes_nothing_and_another_one_is_refused(one: Process):
     assert one.client.submit(spec())["new"]
     assert not one.client.submit(spec())["new"]
-    with pytest.raises(Refusal, match="another specification") as refused:
+    with pytest.raises(Refusal, match="another spares; give the same") as refused:
         one.client.submit(spec(spares=3))
     assert refused.value.status == 409
 
@@ -483,6 +483,10 @@ def test_a_nodes_new_connection_replaces_its_old_one(one: Process):
     new.until(wire.Pulse)
     with pytest.raises((EOFError, OSError)):
         old.until(type(None))
+    # One that was never here has no right to the name, and the right one does not notice.
+    refused = FakeAgent(one.port, "n0", boot="another").until(wire.Refused)
+    assert "a node called n0 is here already" in refused.why
+    assert "--node" in refused.why
     one.client.submit(spec())
     new.until(wire.StartWorkers)
     assert one.client.cluster()["connected"] == ["n0"]

@@ -190,12 +190,11 @@ class Player:
         )
 
     def do_migrate(self, plain, options):
-        """migrate 1 2 to=n3 request=r1"""
-        ranks = tuple(Rank(int(word)) for word in plain if word != "home")
+        """migrate 1 2 to=n3 request=r1; migrate home; migrate 1 cancel"""
+        ranks = tuple(Rank(int(word)) for word in plain if word.isdigit())
         to, request = NodeId(options.get("to", "")), options.get("request", "")
-        return self.feed(
-            events.MigrateAsked(self.focus, ranks, "asked", to, "home" in plain, request)
-        )
+        home, cancel = "home" in plain, "cancel" in plain
+        return self.feed(events.MigrateAsked(self.focus, ranks, "asked", to, home, request, cancel))
 
     def do_drain(self, plain, options):
         return self.feed(events.DrainAsked(NodeId(plain[0]), "patches"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from keepstep.cli import parser
+from keepstep.cli.follow import Away
 from keepstep.cli.run import Launch, node_count, ranks_per_node, settle
 from keepstep.errors import ConfigError
 
@@ -120,6 +123,13 @@ def test_what_cannot_be_done_is_refused_with_the_fix(here: Path, line: str, fix:
         launch(here, line)
 
 
+def test_variables_travel_with_the_job(here: Path):
+    done = launch(here, "--env SEED=7 --env HOME_OF_DATA --env EMPTY= train.py", HOME_OF_DATA="/d")
+    assert done.spec.environment == {"SEED": "7", "HOME_OF_DATA": "/d", "EMPTY": ""}
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        launch(here, "--env UNSET train.py")
+
+
 def test_a_range_of_nodes_means_its_upper_end():
     assert node_count("4") == (4, [])
     nodes, (note,) = node_count("2:4")
@@ -135,9 +145,49 @@ def test_gpu_counts_what_is_visible():
         ranks_per_node("gpu", {"CUDA_VISIBLE_DEVICES": ""})
 
 
+def helps(top: argparse.ArgumentParser) -> Iterator[str]:
+    """The help of a parser and of everything below it."""
+    yield top.format_help()
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from helps(below)
+
+
+def test_the_help_of_every_command_fits_a_screen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    texts = list(helps(parser()))
+    assert len(texts) > 20
+    wide = [line for text in texts for line in text.splitlines() if len(line) > 80]
+    assert wide == []
+
+
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]):
-    for command in ("run", "status", "nodes", "watch", "logs", "stop", "explain"):
+    for command in ("run", "join", "status", "nodes", "watch", "logs", "stop", "explain"):
         with pytest.raises(SystemExit) as left:
             parser().parse_args([command, "--help"])
         assert left.value.code == 0
     assert "--spares" in capsys.readouterr().out
+
+
+def test_a_joining_node_is_reached_where_it_reaches_the_orchestrator(here: Path):
+    line = f"--orchestrator http://127.0.0.1:1 --token-file {here}/token --job j train.py"
+    done = launch(here, line)
+    assert done.node.address == "127.0.0.1"
+    assert any("give --address IP" in note for note in done.notes)
+
+
+def test_a_lost_orchestrator_is_waited_for_as_long_as_anybody_works():
+    away = Away(60.0)
+    assert away.missed(100.0, "nobody answers", working=True) == ("", False)
+    told, _ = away.missed(106.0, "nobody answers", working=True)
+    assert told == "nobody answers, for 6 s already; training goes on; trying again"
+    assert away.missed(110.0, "nobody answers", working=True) == ("", False)
+    assert away.missed(100_000.0, "nobody answers", working=True)[1] is False
+    assert away.answered() == "the orchestrator answers again"
+    assert away.answered() == ""
+    # With nobody to lose, it is given up; and a worker that appears starts the time anew.
+    assert away.missed(200.0, "nobody answers", working=False)[1] is False
+    assert away.missed(250.0, "nobody answers", working=True)[1] is False
+    assert away.missed(259.0, "nobody answers", working=False)[1] is False
+    assert away.missed(320.0, "nobody answers", working=False)[1] is True

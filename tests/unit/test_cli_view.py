@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from keepstep.cli import view
+from keepstep.cli.fit import cut, fit, width
 from keepstep.cli.logs import tail
 from keepstep.cli.show import only_job
-from keepstep.cli.watch import _cut
 from keepstep.errors import ConfigError
 
 
@@ -34,9 +34,13 @@ def job(**more: Any) -> dict[str, Any]:
         "step": 10,
         "incidents": 1,
         "fallbacks": 0,
+        "published": {"step": -1, "path": ""},
         "detail": "",
         "migration": None,
         "leaving": [],
+        "remedies": [],
+        "nodes": 2,
+        "ranks_per_node": 1,
         "loan": None,
         "spares": {"wanted": 1, "ready": 1, "standbys": [{"node": "n2", "slot": 0, "ready": True}]},
         "seats": [seat(0, "n0", 0), seat(1, "n1", 0, incarnation=2)],
@@ -47,7 +51,14 @@ def job(**more: Any) -> dict[str, Any]:
 def node(name: str, **more: Any) -> dict[str, Any]:
     use = {"slot": 0, "job": "train", "rank": 0, "standby": False, "fenced": False, "taint": None}
     facts = {"id": name, "alive": True, "address": "10.0.0.1", "slots": 1, "free": 0, "uses": [use]}
-    facts |= {"drained": None, "taint": None, "empty": False, "faults": 0, "labels": {}}
+    facts |= {
+        "drained": None,
+        "taint": None,
+        "empty": False,
+        "faults": 0,
+        "labels": {},
+        "left": False,
+    }
     return {**facts, **more}
 
 
@@ -99,7 +110,7 @@ def test_a_frozen_cluster_and_a_job_that_is_only_observed_are_told():
 def test_a_planned_move_shows_its_own_phases():
     moving = {"kind": "planned", "phase": "agree", "began_at": 98.0}
     line = view.migration_line(moving, 100.0)
-    assert line.startswith("planned migration: warm > [agree] > quiesce > reform")
+    assert line.startswith("planned migration: warm>[agree]>quiesce>reform")
 
 
 def test_taints_are_listed_with_what_is_left_of_their_time():
@@ -108,13 +119,19 @@ def test_taints_are_listed_with_what_is_left_of_their_time():
     (line,) = view.taint_lines(seen, view.ansi)[1:]
     assert "n3/1" in line
     assert "2 h" in line
-    assert line.endswith("dcgm            XID 79")
+    assert line.endswith("dcgm    XID 79")
     assert view.taint_lines(picture(taints=[])) == ["no taints: every place may be used"]
 
 
 def test_heartbeats_of_an_older_generation_are_not_believed():
     old = picture(jobs={"train": job(generation=4)})
     assert "step 10" in "\n".join(view.status_lines(old))
+    moving = {"kind": "planned", "phase": "quiesce", "began_at": 98.0}
+    moved = picture(jobs={"train": job(generation=4, migration=moving)})
+    assert "step 41" in "\n".join(view.status_lines(moved)), "no step is lost while ranks move"
+    anew = {**moving, "kind": "start", "phase": "resume"}
+    again = picture(jobs={"train": job(generation=4, migration=anew)})
+    assert "step 10" in "\n".join(view.status_lines(again))
 
 
 def test_seats_are_shown_on_their_nodes_with_moved_ranks_marked():
@@ -124,6 +141,17 @@ def test_seats_are_shown_on_their_nodes_with_moved_ranks_marked():
         ["n1", "1'2", "ok"],
         ["n2", "+", "spare"],
     ]
+
+
+def test_a_planned_move_shows_where_a_rank_goes_and_that_its_old_worker_waits():
+    moving = {"kind": "planned", "phase": "warm", "began_at": 98.0}
+    coming = {"rank": 1, "node": "n2", "slot": 0, "incarnation": 3}
+    told = job(migration={**moving, "coming": [coming], "leavers": []})
+    assert view.seat_lines(told, picture())[2].split() == ["n2", "1'3", "coming"]
+    old = {"rank": 1, "node": "n1", "slot": 0, "incarnation": 2}
+    seats = [seat(0, "n0", 0), seat(1, "n2", 0, incarnation=3)]
+    told = job(migration={**moving, "coming": [], "leavers": [old]}, seats=seats)
+    assert view.seat_lines(told, picture())[1].split() == ["n1", "1'2", "leaving"]
 
 
 def test_a_lost_node_and_an_agent_that_is_away_are_told_apart():
@@ -137,9 +165,7 @@ def test_a_lost_node_and_an_agent_that_is_away_are_told_apart():
 def test_a_migration_shows_where_it_is_and_for_how_long():
     migration = {"kind": "unplanned", "phase": "reform", "began_at": 99.5}
     line = view.migration_line(migration, 100.0)
-    assert line == (
-        "unplanned migration: allocate > quiesce > [reform] > transfer > verify > resume  500 ms"
-    )
+    assert line == ("unplanned migration: allocate>quiesce>[reform]>transfer>verify>resume  500 ms")
     held = view.migration_line({**migration, "phase": "hold"}, 130.0)
     assert held == "HOLD for 30.5 s"
 
@@ -202,8 +228,8 @@ def test_a_parked_job_says_to_whom_it_lends_and_the_account_has_it_all():
 
 def test_a_nodes_faults_and_labels_are_shown():
     nodes = {"n0": node("n0", faults=3, labels={"rack": "r1", "nvlink_domain": "d2"})}
-    _, line = view.node_lines(picture(nodes=nodes))
-    assert line.split()[5:7] == ["3", "nvlink_domain=d2,rack=r1"]
+    _, line = view.node_lines(picture(nodes=nodes), columns=120)
+    assert line.split()[5:] == ["3", "0:train/rank", "0", "[nvlink_domain=d2,rack=r1]"]
 
 
 def test_nodes_say_who_uses_them():
@@ -227,8 +253,8 @@ def test_a_frame_fits_its_screen_and_ends_with_the_newest_reason():
 
 
 def test_colour_takes_no_room_on_the_screen():
-    assert _cut(view.ansi("abcdef", "good"), 3) == "\x1b[32mabc\x1b[0m"
-    assert _cut("abc", 3) == "abc"
+    assert cut(view.ansi("abcdef", "good"), 3) == "\x1b[32mab\x1b[0m…\x1b[0m"
+    assert cut("abc", 3) == "abc"
 
 
 def test_without_a_name_the_only_running_job_is_meant():
@@ -245,3 +271,81 @@ def test_a_log_is_followed_to_its_last_line(tmp_path: Any):
     assert list(tail(path, 0, lambda: True)) == ["one\n", "two\n", "thr\n"]
     assert list(tail(path, 1, lambda: True)) == ["thr\n"]
     assert list(tail(tmp_path / "none", 0, lambda: True)) == []
+
+
+LONG = "a sentence that goes on and on, as reasons do when several things came together, " * 3
+
+
+def crowded() -> dict[str, Any]:
+    """A picture in which everything is long: names, reasons, and the number of slots."""
+    names = [f"gpu-node-{i:03}.rack-{i}.example" for i in range(3)]
+    use = {"job": "pretraining-run-7", "standby": False, "fenced": False, "taint": None}
+    uses = [{**use, "slot": slot, "rank": 100 + slot} for slot in range(8)]
+    labels = {"nvlink_domain": "domain-12", "rack": "row-3-rack-7", "switch": "leaf-12"}
+    facts = {"slots": 8, "uses": uses, "labels": labels, "drained": LONG, "taint": LONG}
+    nodes = {name: node(name, address="10.120.130.140", **facts) for name in names}
+    nodes[names[2]] |= {"alive": False, "left": True}
+    seats = [seat(100 + slot, names[0], slot, "transfer: reported", 3) for slot in range(8)]
+    wish = {"rank": 1, "why": LONG, "to": None, "waits": LONG}
+    moving = {"kind": "planned", "phase": "transfer", "began_at": 1.0}
+    more: dict[str, Any] = {"seats": seats, "leaving": [wish], "remedies": [LONG, "short"]}
+    told = job(id="pretraining-run-7", mode="observe", fallbacks=3, migration=moving, **more)
+    taint = {"place": names[0], "severity": "imminent", "source": "alertmanager/GpuXidError"}
+    loan = {"lender": "pretraining-run-7", "borrower": "posttraining-run-12", "devices": 4}
+    loan |= {"needed": 1, "boundary": 70_000, "asked_at": 1.0, "began_at": 2.0, "ended_at": None}
+    return picture(
+        nodes=nodes,
+        connected=names[:2],
+        frozen={"why": LONG, "since": 0.0},
+        jobs={"pretraining-run-7": told, "w": job(id="w", state="waiting", seats=[])},
+        taints=[{**taint, "reason": LONG, "at": 0.0, "until": 1e6}],
+        loans=[loan],
+    )
+
+
+@pytest.mark.parametrize("paint", [view.plain, view.ansi])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_everything_fits_the_screen_and_no_word_is_lost(columns: int, paint: view.Painter):
+    seen = crowded()
+    record = {"at": 1.0, "why": LONG, "phases": {"train": "quiesce"}, "node": None}
+    views = [
+        view.status_lines(seen, paint, columns),
+        view.node_lines(seen, paint, columns),
+        view.taint_lines(seen, paint, columns),
+        view.loan_lines(seen, paint, columns),
+        view.frame_lines(seen, [record] * 5, 60, paint, columns),
+    ]
+    for lines in views:
+        assert [line for line in lines if width(line) > columns] == []
+    taints = " ".join(" ".join(views[2]).split())
+    assert " ".join(LONG.split()) in taints
+    status = " ".join(" ".join(views[0]).split())
+    assert "what would help:" in status
+    assert "waits for 2 nodes with 1 free slots each" in status
+    assert "left in good order: gpu-node-002" in status
+
+
+def test_a_long_line_goes_on_below_its_text_and_a_long_word_is_split():
+    assert fit(["  +1 s  \vone two three"], 40) == ["  +1 s  one two three"]
+    assert fit(["  +1 s  \v" + "word " * 12], 40)[1].startswith("        word")
+    assert fit(["x" * 50], 40) == ["x" * 40, "    " + "x" * 10]
+
+
+def test_an_explanation_fits_the_screen():
+    incident = {
+        "id": "i1",
+        "job": "train",
+        "opened_at": 10.0,
+        "closed_at": 10.4,
+        "outcome": "resumed",
+        "generation": 4,
+        "boundary": 6,
+        "causes": [],
+        "causes_count": 0,
+        "pause_seconds": 0.4,
+        "story": [[10.0, "allocate", LONG]],
+        "seconds": {"resume": 0.1},
+    }
+    lines = view.incident_lines(incident)
+    assert max(map(len, lines)) <= 80
+    assert " ".join(LONG.split()) in " ".join(" ".join(lines).split())

@@ -111,7 +111,7 @@ def test_a_drain_of_an_observed_job_says_why_the_node_does_not_empty():
     decision = brain.step(cluster, events.DrainAsked(NodeId("n1"), "patches"), 5.0)
     assert "observe: would move rank 1 to" in decision.why
     assert decision.orders == ()
-    (wish,) = view.job_view(cluster.jobs[JOB])["leaving"]
+    (wish,) = view.job_view(cluster, cluster.jobs[JOB], 5.0)["leaving"]
     assert "mode = observe" in wish["waits"]
     assert not brain.step(cluster, events.Tick(), 6.0).notes, "and says it once"
 

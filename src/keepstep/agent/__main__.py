@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from keepstep.agent import log
+from keepstep.agent.room import clear
 from keepstep.agent.run import AgentConfig, run
 from keepstep.agent.stream import parse_endpoints
 from keepstep.config import AgentSettings, load
@@ -27,11 +28,32 @@ def main() -> int:
     log.configure()
     try:
         config = parse(sys.argv[1:], dict(os.environ))
+    except ConfigError as error:
+        return _wrong(error)
+    try:
         asyncio.run(_until_told(config))
     except ConfigError as error:
-        print(f"keepstep agent: {error}", file=sys.stderr)
-        return 2
+        return _wrong(error)
+    except ExceptionGroup as group:
+        wrong, others = group.split(ConfigError)
+        if wrong is None or others is not None:
+            raise
+        # Refused for good, with nothing that lives here: nothing is left behind either.
+        clear(config.room)
+        return _wrong(_first(wrong))
     return 0
+
+
+def _wrong(error: BaseException) -> int:
+    print(f"keepstep agent: {error}", file=sys.stderr)
+    return 2
+
+
+def _first(group: BaseExceptionGroup[ConfigError]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def parse(arguments: list[str], environment: dict[str, str]) -> AgentConfig:

@@ -199,6 +199,15 @@ def processes(directory: Path) -> tuple[ProcessRecord, ...]:
     return tuple(named)
 
 
+def workers(directory: Path) -> tuple[WorkerRecord, ...]:
+    """The living workers and standbys that a room's state names."""
+    return tuple(
+        worker
+        for worker in _read_state(directory).workers
+        if process.life(worker.pid, worker.start) is not process.Life.GONE
+    )
+
+
 def clear(directory: Path, seconds_max: float = 5.0) -> None:
     """Kill what lives in a room and remove it: the node's memory is gone. The agent goes first."""
     named = processes(directory)

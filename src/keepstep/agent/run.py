@@ -184,6 +184,8 @@ class Agent:
         """The outermost frame of what an orchestrator asks for: one bad order is one refusal."""
         try:
             self._hear(message)
+        except ConfigError:
+            raise
         except Exception as error:
             name = message.order_id if isinstance(message, wire.Order) else ""
             log.error("agent.failed", kind=type(message).__name__, order=name, why=repr(error))
@@ -193,6 +195,7 @@ class Agent:
         match message:
             case wire.Pulse():
                 if self._current(message.term, "pulse"):
+                    self.stream.accepted()
                     self.probes.set_heads(message.heads)
                 else:
                     # A deposed leader has nothing to say; another endpoint has.
@@ -209,7 +212,7 @@ class Agent:
                         link.send(message)
             case wire.Refused():
                 log.error("orchestrator.refused", why=message.why)
-                self.stream.drop()
+                self.stream.refused(message.why, hopeless=not any(self.workers))
             case _:
                 log.warning("stream.unexpected", kind=type(message).__name__)
 

@@ -11,6 +11,7 @@ all that stands, so a message lost in a broken stream is no loss.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import socket
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ SILENT_SECONDS_MAX = 4.0
 """Three pulses may get lost."""
 BACKOFF_SECONDS_MIN = 0.05
 BACKOFF_SECONDS_MAX = 2.0
+REFUSED_SECONDS_MAX = 6.0
+"""Longer than a dead machine of the same name is taken for alive, and than a new leader waits."""
 BUFFER_BYTES_MAX = 32 * 1024 * 1024
 _HEAD_BYTES_MAX = 16384
 
@@ -56,6 +59,7 @@ class Stream:
         self._greeting = greeting
         self._on_message = on_message
         self._writer: asyncio.StreamWriter | None = None
+        self._refused_since = -1.0
 
     @property
     def connected(self) -> bool:
@@ -71,6 +75,20 @@ class Stream:
             log.warning("stream.clogged")
             writer.transport.abort()
         return True
+
+    def refused(self, why: str, *, hopeless: bool) -> None:
+        """This orchestrator will not talk to us. `hopeless`: nothing here depends on its doing so;
+        then, after a while, the user is told instead."""
+        now = asyncio.get_running_loop().time()
+        if self._refused_since < 0:
+            self._refused_since = now
+        if hopeless and now > self._refused_since + REFUSED_SECONDS_MAX:
+            raise ConfigError(why)
+        self.drop()
+
+    def accepted(self) -> None:
+        """It has talked to us: whatever it says later, we are not there by mistake."""
+        self._refused_since = math.inf
 
     def drop(self) -> None:
         """Leave this orchestrator and look for another."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from keepstep.errors import ConfigError, KeepstepError
 
-GROUPS = ("run", "show", "watch", "logs", "moves", "freeze", "stop", "admin")
+GROUPS = ("run", "join", "show", "watch", "logs", "moves", "freeze", "stop", "admin")
 """Modules of this package with an `add(commands)`, in the order of the help."""
 OPTIONAL_GROUPS = ("demo", "lab")
 """Groups that a smaller install may lack."""
@@ -25,12 +25,15 @@ at 3 a.m.:
   keepstep watch                 the same, live, with reasons as they happen
   keepstep explain               the story of the newest incident
   keepstep logs --rank 3 -f      a rank's output, whichever node it is on
-  keepstep drain n3 --wait       move all ranks away from a node; then it can be switched off
+  keepstep drain n3 --wait       empty a node, live; then it can be switched off
+  keepstep undrain n3            use it again
+  keepstep migrate --home        ranks go back to the nodes they started on
   keepstep freeze --why TEXT     decide nothing until `keepstep unfreeze`
   keepstep stop --save JOB       end a job at a saved boundary
 
-Commands find the orchestrator by --orchestrator, by $KEEPSTEP_ORCHESTRATOR, or in the newest
-run directory below the current one. All that show something take `-o json`.
+Commands find the orchestrator by --orchestrator, by $KEEPSTEP_ORCHESTRATOR, or
+in the newest run directory below the current one. All that show something take
+`-o json`. Several machines: see `keepstep join --help`.
 """
 
 
@@ -65,7 +68,16 @@ def parser() -> argparse.ArgumentParser:
         module = f"{__name__}.{name}"
         if name in GROUPS or importlib.util.find_spec(module):
             importlib.import_module(module).add(commands)
+    _describe(commands)
     return top
+
+
+def _describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """A command's own help begins with what the list of commands says of it, at least."""
+    for known in commands._choices_actions:
+        command = commands.choices[known.dest]
+        if command.description is None and known.help:
+            command.description = f"{known.help[0].upper()}{known.help[1:]}."
 
 
 def common_options(command: argparse.ArgumentParser, *, output: bool = True) -> None:

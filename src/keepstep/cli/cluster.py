@@ -15,6 +15,8 @@ Each node has an agent of its own and a room of its own on tmpfs; with a command
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import secrets
@@ -25,12 +27,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from keepstep.agent import room as agent_room
 from keepstep.cli.client import Client
 from keepstep.cli.supervise import Program, Supervisor
 from keepstep.config import LauncherConfig
-from keepstep.errors import KeepstepError, Permanent, Transient, Unreachable
+from keepstep.errors import ConfigError, KeepstepError, Permanent, Transient, Unreachable
 
 ORCHESTRATOR = "orchestrator"
 NODES_SECONDS_MAX = 120.0
@@ -86,6 +89,7 @@ class LocalCluster:
         self.nodes = {node.name: node for node in nodes}
         self._rooms = rooms_directory(self.run_dir)
         self._supervisor: Supervisor | None = None
+        self._locks: dict[Path, BinaryIO] = {}
         self._url = plan.join
 
     # ---------------------------------------------------------------- life
@@ -100,6 +104,7 @@ class LocalCluster:
     def start(self) -> None:
         """Orchestrator first, then all agents at once; returns when the orchestrator answers."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._lock_rooms()
         if self.plan.token_file is None:
             _make_token(self.token_file)
         self._supervisor = Supervisor(self.plan.launcher)
@@ -123,7 +128,33 @@ class LocalCluster:
         for name in self.nodes:
             _kill_all(self.room(name))
             shutil.rmtree(self.room(name), ignore_errors=True)
-        shutil.rmtree(self._rooms, ignore_errors=True)
+        self._unlock_rooms()
+
+    def _lock_rooms(self) -> None:
+        """One launcher per room: a second one would end the first one's workers with its own."""
+        self._rooms.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in self.nodes:
+            path = self._rooms / f"{name}.lock"
+            lock = path.open("ab")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                self._unlock_rooms()
+                raise ConfigError(
+                    f"node {name} is run from {self.run_dir} by another process already; choose "
+                    "another name with --node, or another --job or --run-dir"
+                ) from None
+            self._locks[path] = lock
+
+    def _unlock_rooms(self) -> None:
+        for path, lock in self._locks.items():
+            path.unlink(missing_ok=True)
+            lock.close()
+        self._locks = {}
+        # Rooms of other launchers of this run may be beside ours.
+        with contextlib.suppress(OSError):
+            self._rooms.rmdir()
 
     @property
     def client(self) -> Client:
@@ -220,6 +251,15 @@ class LocalCluster:
         """A machine that was not there before."""
         self.nodes[node.name] = node
         self.supervisor.start(self._agent_program(node))
+
+    def working(self) -> bool:
+        """Whether any worker or standby lives on our nodes. Needs no orchestrator."""
+        return any(agent_room.workers(self.room(name)) for name in self.nodes)
+
+    def ranks(self) -> list[tuple[str, int]]:
+        """The jobs and ranks whose workers live on our nodes. Needs no orchestrator."""
+        living = [worker for name in self.nodes for worker in agent_room.workers(self.room(name))]
+        return [(worker.job, worker.rank) for worker in living if worker.rank >= 0]
 
     def processes(self, node: str) -> tuple[int, ...]:
         """The pids of everything on a node: agent, preload server, store, workers, loaders."""

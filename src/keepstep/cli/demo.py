@@ -262,5 +262,5 @@ class _Screen(_Stage):
         top = [view.ansi("keepstep demo", "strong"), *self._said, ""]
         room = max(5, size.lines - 1 - len(top))
         told = [record for record in self._feed.recent() if record["why"]]
-        frame = view.frame_lines(picture, told, room, view.ansi)
+        frame = view.frame_lines(picture, told, room, view.ansi, size.columns)
         watch.draw([*top, *frame], size.columns)

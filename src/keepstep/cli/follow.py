@@ -14,15 +14,19 @@ import time
 from types import FrameType
 from typing import Any
 
-from keepstep.cli.client import Client
+from keepstep.cli.client import Client, Refusal
 from keepstep.cli.cluster import LocalCluster
 from keepstep.config import LauncherConfig
-from keepstep.errors import Transient, Unreachable
+from keepstep.errors import Transient
 from keepstep.model import EXIT_REQUEUE, JobSpec
 
 EXIT_INTERRUPTED = 130
 LOOK_SECONDS = 5.0
 """How often the state is asked for even if nothing was heard."""
+AGAIN_SECONDS = 1.0
+"""How often, while nobody answers."""
+AWAY_SECONDS = 60.0
+"""How often it is said that no orchestrator answers."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -54,7 +58,7 @@ class Follower:
                         after = max(after, int(record["seq"]))
                         if self._job in record["jobs"]:
                             self.news.put(record)
-            except Transient:
+            except (Transient, Refusal):
                 # It is being restarted; the stream goes on where it ended.
                 self._closed.wait(0.2)
 
@@ -76,45 +80,101 @@ def follow_to_the_end(cluster: LocalCluster, spec: JobSpec, config: LauncherConf
 
 
 def _wait(cluster: LocalCluster, spec: JobSpec, follower: Follower, config: LauncherConfig) -> int:
-    answered = time.monotonic()
-    interrupted = False
+    away = Away(config.unreachable_seconds_max)
+    interrupted = at_once = False
     while True:
         cluster.supervisor.check()
         try:
             job = cluster.client.job(spec.job)
-            answered = time.monotonic()
+            if text := away.answered():
+                _say(text)
             if job["over"]:
                 return EXIT_INTERRUPTED if interrupted else _ended(job)
-        except Transient as error:
-            if time.monotonic() - answered > config.unreachable_seconds_max:
-                raise Unreachable(str(error)) from error
-        news = _next(follower)
+        except (Transient, Refusal) as error:
+            # Also one that knows nothing of the job: it may have been given another journal.
+            text, over = away.missed(time.monotonic(), str(error), working=cluster.working())
+            if over:
+                raise
+            if text:
+                _say(text)
+        news = _next(follower, AGAIN_SECONDS if away.since else LOOK_SECONDS)
         if isinstance(news, signal.Signals):
-            if interrupted:
+            if at_once and news is signal.SIGINT:
                 _say("stopped at once; the job may still write its last lines")
                 return EXIT_INTERRUPTED
+            if cluster.plan.join and _holds_nothing(cluster, spec.job):
+                _say(f"{news.name}: leaving; no rank of {spec.job} is here, so the job goes on")
+                return EXIT_INTERRUPTED if news is signal.SIGINT else 0
             interrupted = news is signal.SIGINT
-            _pass_on(cluster.client, spec.job, news)
+            at_once = not _pass_on(cluster.client, spec.job, news) or interrupted
         elif news is not None and news["why"]:
             _say(str(news["why"]))
 
 
-def _next(follower: Follower) -> dict[str, Any] | signal.Signals | None:
+class Away:
+    """An orchestrator that does not answer: training needs none, so nobody is ended for it.
+
+    Only where no worker lives, so that nothing can be lost, is it given up after a while.
+    """
+
+    def __init__(self, unreachable_seconds_max: float) -> None:
+        self._limit = unreachable_seconds_max
+        self.since = 0.0
+        """When the first question stayed without an answer; 0 while there are answers."""
+        self._told = 0.0
+        self._idle_since = 0.0
+
+    def answered(self) -> str:
+        """What there is to say about it."""
+        said = bool(self._told)
+        self.since = self._told = self._idle_since = 0.0
+        return "the orchestrator answers again" if said else ""
+
+    def missed(self, now: float, why: str, *, working: bool) -> tuple[str, bool]:
+        """What there is to say, and whether it is given up."""
+        self.since = self.since or now
+        self._idle_since = 0.0 if working else self._idle_since or now
+        if self._idle_since and now - self._idle_since > self._limit:
+            return "", True
+        # A restart takes a second or two: that is nobody's business.
+        due = self._told + AWAY_SECONDS if self._told else self.since + LOOK_SECONDS
+        if now < due:
+            return "", False
+        self._told = now
+        rest = "training goes on" if working else "no worker is here"
+        what = f"{why.partition('; ')[0]}, for {now - self.since:.0f} s already"
+        return f"{what}; {rest}; trying again", False
+
+
+def _holds_nothing(cluster: LocalCluster, job: str) -> bool:
+    """No rank sits on our nodes, but some do elsewhere: a drained node, or a spare."""
     try:
-        return follower.news.get(timeout=LOOK_SECONDS)
+        seats = cluster.client.job(job)["seats"]
+    except (Transient, Refusal):
+        return not cluster.ranks()
+    return bool(seats) and not any(seat["node"] in cluster.nodes for seat in seats)
+
+
+def _next(follower: Follower, seconds_max: float) -> dict[str, Any] | signal.Signals | None:
+    try:
+        return follower.news.get(timeout=seconds_max)
     except queue.Empty:
         return None
 
 
-def _pass_on(client: Client, job: str, number: signal.Signals) -> None:
+def _pass_on(client: Client, job: str, number: signal.Signals) -> bool:
+    """Stop the job; False: nobody could be told."""
     save = number is signal.SIGTERM
-    _say(f"{number.name}: stopping{' at a saved boundary' if save else ''}; again to leave at once")
+    how = "stopping the whole job at a saved boundary" if save else "stopping; again: at once"
+    _say(f"{number.name}: {how}")
     for _ in range(50):
         try:
             client.stop(job, save=save, why=f"the launcher got {number.name}")
-            return
+            return True
         except Transient:
             time.sleep(0.2)
+    _say("no orchestrator answers, so nothing was stopped; Ctrl-C ends the workers here at once")
+    return False
 
 
 def _ended(job: dict[str, Any]) -> int:

@@ -63,7 +63,12 @@ def _directory(asked: argparse.Namespace) -> tuple[Path, Callable[[], bool]]:
         except Transient:
             return True
 
-    return Path(client.job(job)["log_directory"]) / job, over
+    found = client.job(job)
+    if not 0 <= asked.rank < found["world"]:
+        raise ConfigError(
+            f"{job} has no rank {asked.rank}; its ranks are 0 to {found['world'] - 1}"
+        )
+    return Path(found["log_directory"]) / job, over
 
 
 def tail(path: Path, lines_max: int, over: Callable[[], bool]) -> Iterator[str]:

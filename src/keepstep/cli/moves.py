@@ -6,20 +6,38 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from keepstep import codec
 from keepstep.cli import common_options, view
 from keepstep.cli.client import Client, from_environment
+from keepstep.cli.fit import columns, fit
 from keepstep.cli.show import only_job, painter, show
 from keepstep.errors import ConfigError, Permanent, Transient
 from keepstep.model import Severity
 
 LOOK_SECONDS = 0.2
+MIGRATE_ABOUT = """\
+Move ranks that are well to spares, live. The target is made warm while training
+goes on; then all ranks pause for a moment, and no step is lost. Without room
+the rank waits, and `keepstep status` says what would help."""
+MIGRATE_EPILOG = """\
+examples:
+  keepstep migrate --rank 3                  to the best spare
+  keepstep migrate --rank 3 --to n7 --wait   to a free slot of n7; wait for it
+  keepstep migrate --rank 3 --cancel         it stays, if it has not paused yet
+  keepstep migrate --home                    all back to where they started
+"""
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    migrate = commands.add_parser("migrate", help="move a rank to a spare, live")
+    migrate = commands.add_parser(
+        "migrate",
+        help="move a rank to a spare, live",
+        description=MIGRATE_ABOUT,
+        epilog=MIGRATE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     migrate.add_argument("--job", default="", help="default: the only one that runs")
     which = migrate.add_mutually_exclusive_group(required=True)
     which.add_argument("--rank", type=int, action="append", help="may be given several times")
@@ -27,11 +45,25 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--home", action="store_true", help="all ranks, back to the nodes they started on"
     )
     migrate.add_argument("--to", default="", metavar="NODE", help="default: the best spare")
+    migrate.add_argument(
+        "--cancel", action="store_true", help="take it back: the ranks stay where they are"
+    )
     _options(migrate, run_migrate)
-    drain = commands.add_parser("drain", help="empty a node, to switch it off or to repair it")
+    drain = commands.add_parser(
+        "drain",
+        help="empty a node, to switch it off or to repair it",
+        description="Nothing new comes to the node, and its ranks move to spares, live: those of "
+        "a job in one migration with one pause. It stays drained, over reboots too, until "
+        "`keepstep undrain`. With --wait the last line says that it can be switched off.",
+    )
     drain.add_argument("node")
     _options(drain, run_drain)
-    undrain = commands.add_parser("undrain", help="let a drained node be used again")
+    undrain = commands.add_parser(
+        "undrain",
+        help="let a drained node be used again",
+        description="The node may be used again. Ranks that left it stay where they are, until "
+        "`keepstep migrate --home`, or by themselves if the job's policy says move_home.",
+    )
     undrain.add_argument("node")
     undrain.add_argument("--dry-run", action="store_true", help="say what would happen")
     common_options(undrain)
@@ -40,7 +72,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _add_taints(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    taint = commands.add_parser("taint", help="a reason not to use a node or a device")
+    taint = commands.add_parser(
+        "taint",
+        help="a reason not to use a node or a device",
+        description="Record a reason not to use a node, or one of its slots, for some time.",
+    )
     taint.add_argument("place", metavar="NODE[/SLOT]")
     taint.add_argument("--reason", required=True, help="what is wrong with it")
     taint.add_argument(
@@ -79,6 +115,8 @@ def _options(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace
 def run_migrate(asked: argparse.Namespace) -> int:
     client = from_environment(asked.orchestrator, asked.token_file)
     job = asked.job or only_job(client.cluster())
+    if asked.cancel:
+        return _cancel(asked, client, job)
     then = client.job(job)
     before = {seat["rank"]: seat["incarnation"] for seat in then["seats"]}
     body: dict[str, Any] = {"why": asked.why or "keepstep migrate", "dry_run": asked.dry_run}
@@ -107,6 +145,15 @@ def run_migrate(asked: argparse.Namespace) -> int:
         return f"{where}; no step was lost"
 
     return _conclude(asked, answer, moved)
+
+
+def _cancel(asked: argparse.Namespace, client: Client, job: str) -> int:
+    if asked.home or asked.to:
+        raise ConfigError("--cancel takes --rank only; name the ranks that shall stay")
+    body = {"ranks": asked.rank, "cancel": True, "dry_run": asked.dry_run}
+    answer = client.migrate(job, body)
+    _conclude(asked, answer, None)
+    return 0 if answer["changed"] or asked.dry_run else 1
 
 
 def run_drain(asked: argparse.Namespace) -> int:
@@ -163,7 +210,7 @@ def run_untaint(asked: argparse.Namespace) -> int:
 
 def run_taints(asked: argparse.Namespace) -> int:
     picture = from_environment(asked.orchestrator, asked.token_file).cluster()
-    show(asked, {"taints": picture["taints"]}, view.taint_lines(picture, painter()))
+    show(asked, {"taints": picture["taints"]}, view.taint_lines(picture, painter(), columns()))
     return 0
 
 
@@ -199,13 +246,19 @@ def _tell_progress(asked: argparse.Namespace, job: dict[str, Any]) -> None:
         waits = [wish["waits"] for wish in job["leaving"] if wish["waits"]]
         text = f"{job['id']}: {waits[0]}" if waits else ""
     if text:
-        _tell_once(text)
+        _tell_once("\n".join([text, *view.remedy_lines(job)]))
 
 
 def _tell_once(text: str) -> None:
     if text not in _told:
         _told.add(text)
-        print(text, file=sys.stderr, flush=True)
+        _print(text, sys.stderr)
+
+
+def _print(text: str, where: TextIO) -> None:
+    """Wrapped for people; in a pipe one sentence is one line."""
+    lines = text.splitlines()
+    print("\n".join(fit(lines, columns()) if where.isatty() else lines), file=where, flush=True)
 
 
 def _conclude(
@@ -213,7 +266,7 @@ def _conclude(
 ) -> int:
     if done is not None and asked.wait and not asked.dry_run:
         for why in answer["why"]:
-            print(why, file=sys.stderr)
+            _print(why, sys.stderr)
         answer["done"] = _wait(done, asked.wait_seconds)
         if not answer["done"]:
             print(
@@ -229,7 +282,8 @@ def _conclude(
         pass
     else:
         would = "would: " if answer["dry_run"] else ""
-        print("\n".join(f"{would}{why}" for why in answer["why"]))
+        for why in answer["why"]:
+            _print(f"{would}{why}", sys.stdout)
     return 1 if answer.get("done") == "" else 0
 
 

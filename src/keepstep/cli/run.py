@@ -17,8 +17,9 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from keepstep import policy_file
 from keepstep.cli.client import RUNS, read_token
@@ -126,6 +127,13 @@ def _own_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOML",
         help="what to do about faults; see `keepstep admin policy show`",
     )
+    option(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for the workers on all nodes; no secrets: it is recorded",
+    )
     option("--job", default="", metavar="NAME", help="the job's name (default: from the script)")
     option("--run-dir", type=Path, metavar="DIR", help=f"journal and logs (default ./{RUNS}/JOB)")
     option("--state-dir", default="", metavar="DIR", help="steps.jsonl, saved boundaries (run dir)")
@@ -178,14 +186,32 @@ def settle(asked: argparse.Namespace, environ: Mapping[str, str], here: Path) ->
     job = asked.job or asked.rdzv_id or _name_for(asked.script)
     run_dir = (asked.run_dir or here / RUNS / job).resolve()
     spec = _spec(asked, JobId(job), nodes, ranks, run_dir, here)
+    spec = replace(spec, environment=_environment(asked.env, environ))
     name = asked.node or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
-    address = asked.address or asked.local_addr or ("127.0.0.1" if not joining else _own_address())
+    address = asked.address or asked.local_addr or "127.0.0.1"
+    if joining and not (asked.address or asked.local_addr):
+        address = address_towards(asked.orchestrator)
+        if address.startswith("127."):
+            notes.append(
+                f"only nodes on this machine reach {address}; for others give --address IP"
+            )
     slots = asked.slots or (ranks if joining else ranks + asked.spares)
-    node = NodePlan(name, slots, address, labels=_labels(asked.label), speaks=spec.tee)
+    node = NodePlan(name, slots, address, labels=labels_of(asked.label), speaks=spec.tee)
     return Launch(spec, node, run_dir, asked.orchestrator, token_file, asked.config, tuple(notes))
 
 
-def _labels(told: Sequence[str]) -> dict[str, str]:
+def _environment(told: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables by name, with their values here or the given ones."""
+    found = {}
+    for text in told:
+        name, equals, value = text.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name) or not (equals or name in environ):
+            raise ConfigError(f"--env {text!r} has no value; write NAME=VALUE, or set it here")
+        found[name] = value if equals else environ[name]
+    return found
+
+
+def labels_of(told: Sequence[str]) -> dict[str, str]:
     labels = {}
     for text in told:
         key, equals, value = text.partition("=")
@@ -293,12 +319,16 @@ def _name_for(script: str) -> str:
     return f"{stem[:48]}-{secrets.token_hex(3)}"
 
 
-def _own_address() -> str:
-    """The address that the host's own name resolves to; a loopback one helps nobody else."""
+def address_towards(url: str) -> str:
+    """Our address on the way to the orchestrator: whoever reaches that can reach us."""
+    parts = urlsplit(url if "//" in url else f"//{url}")
     try:
-        address = socket.gethostbyname(socket.getfqdn())
-    except OSError:
-        address = "127.0.0.1"
-    if address.startswith("127."):
-        raise ConfigError("this host's name resolves to itself only; give --address IP")
-    return address
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # Nothing is sent: the kernel only looks up the route.
+            probe.connect((parts.hostname or "", parts.port or 1))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"no way to {url} is known ({error.strerror or error}); check --orchestrator, or give "
+            "this node's --address IP"
+        ) from error

@@ -10,6 +10,7 @@ from typing import Any
 from keepstep import codec
 from keepstep.cli import common_options, view
 from keepstep.cli.client import from_environment
+from keepstep.cli.fit import columns, fit
 from keepstep.errors import ConfigError
 
 
@@ -31,19 +32,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run_status(asked: argparse.Namespace) -> int:
     picture = from_environment(asked.orchestrator, asked.token_file).cluster()
-    show(asked, picture, view.status_lines(picture, painter()))
+    show(asked, picture, view.status_lines(picture, painter(), columns()))
     return 0
 
 
 def run_nodes(asked: argparse.Namespace) -> int:
     picture = from_environment(asked.orchestrator, asked.token_file).cluster()
-    show(asked, {"nodes": picture["nodes"]}, view.node_lines(picture, painter()))
+    show(asked, {"nodes": picture["nodes"]}, view.node_lines(picture, painter(), columns()))
     return 0
 
 
 def run_loans(asked: argparse.Namespace) -> int:
     picture = from_environment(asked.orchestrator, asked.token_file).cluster()
-    show(asked, {"loans": picture["loans"]}, view.loan_lines(picture, painter()))
+    show(asked, {"loans": picture["loans"]}, view.loan_lines(picture, painter(), columns()))
     return 0
 
 
@@ -57,7 +58,7 @@ def run_explain(asked: argparse.Namespace) -> int:
             print("no incidents: nothing has gone wrong yet", file=sys.stderr)
             return 0
         incident = incidents[-1]
-    show(asked, incident, view.incident_lines(incident, painter()))
+    show(asked, incident, view.incident_lines(incident, painter(), columns()))
     return 0
 
 
@@ -65,7 +66,7 @@ def show(asked: argparse.Namespace, plain: object, lines: Sequence[str]) -> None
     if asked.output == "json":
         print(codec.dumps(plain).decode())
     else:
-        print("\n".join(lines))
+        print("\n".join(fit(lines, columns())))
 
 
 def painter() -> view.Painter:

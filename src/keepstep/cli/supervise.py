@@ -9,6 +9,7 @@ own, so that a Ctrl-C meant for the launcher does not reach it.
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 from keepstep.config import LauncherConfig
 from keepstep.errors import Permanent
 
+STARTED_WRONGLY = 2
 LOOK_SECONDS = 0.25
 """How often children are looked at on a kernel without pidfds; with them, deaths show at once."""
 
@@ -36,9 +38,10 @@ class Program:
     environment: Mapping[str, str] = field(default_factory=dict)
     speaks: bool = False
     """True: its standard output is ours (workers' lines on the terminal)."""
-    final_codes: frozenset[int] = frozenset({2, 3})
-    """Exit codes after which another start would be wrong: started wrongly, deposed. Leaving in
-    good order is not one of them: whoever asked a child to leave did not ask us."""
+    final_codes: frozenset[int] = frozenset({STARTED_WRONGLY, 3})
+    """Exit codes after which another start would be wrong: started wrongly (the first time: what
+    worked once is tried again, for healthy workers depend on us), deposed. Leaving in good order is
+    not one of them: whoever asked a child to leave did not ask us."""
 
 
 class Child:
@@ -83,8 +86,11 @@ class Child:
         if self._process is None or self.alive or self.given_up:
             return
         code = self._process.returncode
-        if code in self.program.final_codes:
-            self.given_up = f"{self.program.name} ended with {code}: {self.last_words()}"
+        if code in self.program.final_codes and (code != STARTED_WRONGLY or len(self.starts) == 1):
+            # Who was started wrongly says so in one sentence.
+            alone = re.sub(r"^keepstep \w+: ", "", self.last_words(1))
+            words = f"{self.program.name} ended with {code}: {self.last_words()}"
+            self.given_up = alone if code == STARTED_WRONGLY else words
             return
         recent = [start for start in self.starts if now - start < 60.0]
         if len(recent) >= self._config.restarts_max:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from keepstep.cli.fit import COLUMNS, HANG, fit, glued, table
+
 Plain = Mapping[str, Any]
 Painter = Callable[[str, str], str]
 """paint(text, tone): tone is good, busy, bad, dim or strong."""
@@ -45,7 +47,7 @@ def ansi(text: str, tone: str) -> str:
 # ---------------------------------------------------------------- the whole cluster
 
 
-def status_lines(picture: Plain, paint: Painter = plain) -> list[str]:
+def status_lines(picture: Plain, paint: Painter = plain, columns: int = COLUMNS) -> list[str]:
     """Jobs with their seats, then what is open, then the nodes in trouble."""
     nodes = picture["nodes"]
     up = sum(1 for node in nodes.values() if node["alive"])
@@ -56,17 +58,21 @@ def status_lines(picture: Plain, paint: Painter = plain) -> list[str]:
     if not picture["jobs"]:
         lines.append("no jobs; start one with `keepstep run`")
     for job in picture["jobs"].values():
-        lines += ["", *job_lines(job, picture, paint)]
-    lost = [name for name, node in nodes.items() if not node["alive"]]
+        lines += ["", *job_lines(job, picture, paint, columns)]
+    lost = [name for name, node in nodes.items() if not node["alive"] and not node["left"]]
     if lost:
         lines += ["", paint(f"lost: {_some(lost)}", "bad")]
+    if left := [name for name, node in nodes.items() if node["left"]]:
+        lines += ["", paint(f"left in good order: {_some(left)}", "dim")]
     drained = [f"{name} ({n['drained']})" for name, n in nodes.items() if n["drained"]]
     if drained:
         lines += ["", paint(f"drained: {_some(drained)}", "busy")]
-    return lines
+    return fit(lines, columns)
 
 
-def job_lines(job: Plain, picture: Plain, paint: Painter = plain) -> list[str]:
+def job_lines(
+    job: Plain, picture: Plain, paint: Painter = plain, columns: int = COLUMNS
+) -> list[str]:
     """One job: how it fares, where its migration is, who sits where."""
     state = str(job["state"])
     parts = [
@@ -81,7 +87,7 @@ def job_lines(job: Plain, picture: Plain, paint: Painter = plain) -> list[str]:
         parts.append(paint(f"mode {job['mode']}", "busy"))
     if job["fallbacks"]:
         parts.append(paint(f"fallbacks {job['fallbacks']}", "bad"))
-    lines = ["  ".join(parts)]
+    lines = ["  ".join(map(glued, parts))]
     if job["migration"]:
         lines.append("  " + migration_line(job["migration"], picture["now"], paint))
     if job["loan"]:
@@ -89,21 +95,37 @@ def job_lines(job: Plain, picture: Plain, paint: Painter = plain) -> list[str]:
     elif state == "parked":
         lines.append(paint("  its boundary is saved; it goes on when there is room", "busy"))
     lines += [
-        paint(f"  rank {wish['rank']} shall move; {wish['waits']}", "busy")
+        "  " + paint(f"rank {wish['rank']} shall move; {wish['waits']}", "busy")
         for wish in job["leaving"]
         if wish["waits"]
     ]
+    if state == "waiting":
+        wanted = f"{job['nodes']} nodes with {job['ranks_per_node']} free slots each"
+        lines.append("  " + paint(f"waits for {wanted}", "busy"))
+    lines += remedy_lines(job, paint)
     if job["over"]:
         if job["detail"]:
             lines.append(f"  {str(job['detail']).strip().splitlines()[-1][:200]}")
-        return lines
-    return lines + [f"  {line}" for line in seat_lines(job, picture, paint)]
+        return fit(lines, columns)
+    seats = seat_lines(job, picture, paint, columns - 2)
+    return fit(lines, columns) + [f"  {line}" for line in seats]
+
+
+def remedy_lines(job: Plain, paint: Painter = plain) -> list[str]:
+    """What would make room, if ranks of the job wait for some."""
+    if not job["remedies"]:
+        return []
+    return ["  " + paint("what would help:", "strong"), *(f"    - {r}" for r in job["remedies"])]
 
 
 def _pace(job: Plain, picture: Plain) -> str:
     """The newest step that anybody knows of: heartbeats are ahead of the brain."""
-    pulses = job_pulses(job, picture)
-    step = max([int(job["step"]), *(int(pulse["committed"]) for pulse in pulses)])
+    moving = job["migration"] or {}
+    # While ranks move, what the old generation has committed stays true; after a restart not.
+    older = bool(moving) and moving["kind"] != "start" and moving["phase"] != "fallback"
+    pulses = job_pulses(job, picture, older=older)
+    known = (int(job["step"]), int(job["published"]["step"]))
+    step = max([*known, *(int(pulse["committed"]) for pulse in pulses)])
     slowest = max((float(pulse["step_seconds"]) for pulse in pulses), default=0.0)
     busy = next((str(pulse["busy"]) for pulse in pulses if pulse["busy"]), "")
     text = f"step {step}" if step >= 0 else "no step yet"
@@ -112,18 +134,19 @@ def _pace(job: Plain, picture: Plain) -> str:
     return text + (f" busy: {busy}" if busy else "")
 
 
-def job_pulses(job: Plain, picture: Plain) -> list[Plain]:
-    """What the heartbeats say of a job, one entry per node."""
+def job_pulses(job: Plain, picture: Plain, *, older: bool = False) -> list[Plain]:
+    """What the heartbeats say of a job, one entry per node; `older`: of earlier generations too."""
     return [
         pulse
         for beat in picture["pulses"]
         for pulse in beat["jobs"]
-        if pulse["job"] == job["id"] and pulse["generation"] == job["generation"]
+        if pulse["job"] == job["id"]
+        and (pulse["generation"] == job["generation"] or (older and pulse["generation"] > 0))
     ]
 
 
 def migration_line(migration: Plain, now: float, paint: Painter = plain) -> str:
-    """allocate > quiesce > [reform] > …, and for how long already."""
+    """allocate>quiesce>[reform]>…, and for how long already."""
     phase = str(migration["phase"])
     seconds = _seconds(max(0.0, now - float(migration["began_at"])))
     phases = PLANNED_PHASES if migration["kind"] == "planned" else PHASES
@@ -134,15 +157,17 @@ def migration_line(migration: Plain, now: float, paint: Painter = plain) -> str:
         paint(name, "good") if i < at else paint(f"[{name}]", "busy") if i == at else name
         for i, name in enumerate(phases)
     ]
-    return f"{migration['kind']} migration: {' > '.join(words)}  {seconds}"
+    return f"{migration['kind']} migration: {'>'.join(words)}  {seconds}"
 
 
 # ---------------------------------------------------------------- ranks x nodes
 
 
-def seat_lines(job: Plain, picture: Plain, paint: Painter = plain) -> list[str]:
+def seat_lines(
+    job: Plain, picture: Plain, paint: Painter = plain, columns: int = COLUMNS
+) -> list[str]:
     """A line per node that holds a seat or a standby of the job, a cell per slot."""
-    phases = {(seat["node"], seat["slot"]): seat for seat in job["seats"]}
+    phases = {(seat["node"], seat["slot"]): seat for seat in _all_seats(job)}
     standbys = {(s["node"], s["slot"]): s for s in job["spares"]["standbys"]}
     names = sorted({node for node, _ in (*phases, *standbys)}, key=_natural)
     rows: list[tuple[bool, str]] = []
@@ -154,8 +179,17 @@ def seat_lines(job: Plain, picture: Plain, paint: Painter = plain) -> list[str]:
         mark = _node_mark(node, name, picture)
         well = not mark and all(tone == "good" for _, tone in cells)
         tail = f"  {paint(mark, 'bad')}" if mark else ""
-        rows.append((well, f"{name.ljust(width)}  {' '.join(text for text, _ in cells)}{tail}"))
-    return _cut(rows)
+        told = " ".join(glued(text) for text, _ in cells)
+        rows.append((well, f"{name.ljust(width)}  {HANG}{told}{tail}"))
+    return fit(_cut(rows), columns)
+
+
+def _all_seats(job: Plain) -> list[Plain]:
+    """Those of the roster, and of a planned move: where ranks go to, or wait to leave."""
+    moving = job["migration"] or {}
+    waiting = [{**seat, "phase": "coming"} for seat in moving.get("coming", ())]
+    waiting += [{**seat, "phase": "leaving"} for seat in moving.get("leavers", ())]
+    return [*waiting, *job["seats"]]
 
 
 def _cell(seat: Plain | None, standby: Plain | None, paint: Painter) -> tuple[str, str]:
@@ -178,7 +212,7 @@ def _node_mark(node: Plain | None, name: str, picture: Plain) -> str:
     if node is None:
         return "unknown"
     if not node["alive"]:
-        return "lost"
+        return "left" if node["left"] else "lost"
     if name not in picture["connected"]:
         return "agent away"
     if node["drained"]:
@@ -203,49 +237,53 @@ def _cut(rows: Sequence[tuple[bool, str]]) -> list[str]:
 # ---------------------------------------------------------------- nodes
 
 
-def node_lines(picture: Plain, paint: Painter = plain) -> list[str]:
+def node_lines(picture: Plain, paint: Painter = plain, columns: int = COLUMNS) -> list[str]:
     """Every node: its state, its slots, who uses them."""
-    heads = f"{'node':<16}{'state':<12}{'address':<18}{'slots':<7}{'free':<6}{'faults':<8}"
-    lines = [f"{heads}{'labels':<24}uses"]
+    rows = []
     for name, node in picture["nodes"].items():
         mark = _node_mark(node, name, picture)
-        state = paint((mark or "ready").ljust(12), "bad" if mark else "good")
-        uses = " ".join(_use(use) for use in node["uses"] if use["job"] or use["taint"])
-        labels = ",".join(f"{key}={value}" for key, value in sorted(node["labels"].items()))
-        numbers = f"{node['slots']:<7}{node['free']:<6}{node['faults'] or '-':<8}"
-        place = f"{node['address']:<18}{numbers}{labels or '-':<22}  "
-        lines.append(f"{name:<16}{state}{place}{uses}".rstrip())
-    return lines if len(lines) > 1 else ["no nodes; an agent joins with `keepstep run`"]
+        state = paint(mark or "ready", "bad" if mark else "good")
+        labels = [f"{key}={value}" for key, value in sorted(node["labels"].items())]
+        told = [_use(use) for use in node["uses"] if use["job"] or use["taint"]]
+        if node["taint"]:
+            told.append(f"tainted({node['taint']})")
+        told += [f"[{','.join(labels)}]"] if labels else []
+        numbers = [str(node["slots"]), str(node["free"]), str(node["faults"] or "-")]
+        rows.append([name, state, str(node["address"]), *numbers, " ".join(told)])
+    if not rows:
+        return ["no nodes; a machine joins with `keepstep join` or `keepstep run`"]
+    heads = ("node", "state", "address", "slots", "free", "faults", "uses [labels]")
+    return fit(table(heads, rows), columns)
 
 
-def taint_lines(picture: Plain, paint: Painter = plain) -> list[str]:
+def taint_lines(picture: Plain, paint: Painter = plain, columns: int = COLUMNS) -> list[str]:
     """What is not to be used, how badly, until when, and why."""
-    lines = [f"{'place':<16}{'severity':<10}{'left':<10}{'source':<16}reason"]
+    rows = []
     for taint in picture["taints"]:
         left = _duration(taint["until"] - picture["now"])
-        severity = paint(
-            f"{taint['severity']:<10}", "bad" if taint["severity"] != "avoid" else "busy"
-        )
-        rest = f"{left:<10}{taint['source']:<16}{taint['reason']}"
-        lines.append(f"{taint['place']:<16}{severity}{rest}")
-    return lines if len(lines) > 1 else ["no taints: every place may be used"]
+        severity = paint(taint["severity"], "bad" if taint["severity"] != "avoid" else "busy")
+        rows.append([taint["place"], severity, left, taint["source"], taint["reason"]])
+    if not rows:
+        return ["no taints: every place may be used"]
+    return fit(table(("place", "severity", "left", "source", "reason"), rows), columns)
 
 
-def loan_lines(picture: Plain, paint: Painter = plain) -> list[str]:
+def loan_lines(picture: Plain, paint: Painter = plain, columns: int = COLUMNS) -> list[str]:
     """Who lent what to whom, and for how long: newest last."""
-    heads = f"{'lender':<16}{'borrower':<16}{'devices':<9}{'needed':<8}{'boundary':<10}"
-    lines = [f"{heads}{'since':<10}for"]
+    rows = []
     for loan in picture["loans"]:
         began, ended = loan["began_at"], loan["ended_at"]
-        numbers = f"{loan['devices']:<9}{loan['needed']:<8}"
-        who = f"{loan['lender']:<16}{loan['borrower']:<16}{numbers}"
+        who = [loan["lender"], loan["borrower"], str(loan["devices"]), str(loan["needed"])]
         if began is None:
-            lines.append(f"{who}{'-':<10}{'-':<10}" + paint("is being parked", "busy"))
+            rows.append([*who, "-", "-", paint("is being parked", "busy")])
             continue
         lasted = _duration((ended or picture["now"]) - began)
         tail = lasted if ended else paint(f"{lasted}, and still parked", "busy")
-        lines.append(f"{who}{loan['boundary']:<10}{_clock(began):<10}{tail}")
-    return lines if len(lines) > 1 else ["no loans: no job was parked for another one"]
+        rows.append([*who, str(loan["boundary"]), _clock(began), tail])
+    if not rows:
+        return ["no loans: no job was parked for another one"]
+    heads = ("lender", "borrower", "devices", "needed", "boundary", "since", "for")
+    return fit(table(heads, rows), columns)
 
 
 def _loan_line(loan: Plain, now: float) -> str:
@@ -268,7 +306,7 @@ def _duration(seconds: float) -> str:
 def _use(use: Plain) -> str:
     if use["taint"] and not use["job"]:
         return f"{use['slot']}:tainted({use['taint']})"
-    who = "standby" if use["standby"] else f"rank {use['rank']}"
+    who = "standby" if use["standby"] else glued(f"rank {use['rank']}")
     taint = f"(tainted: {use['taint']})" if use["taint"] else ""
     return f"{use['slot']}:{use['job']}/{who}{taint}" + ("(fenced)" if use["fenced"] else "")
 
@@ -276,7 +314,7 @@ def _use(use: Plain) -> str:
 # ---------------------------------------------------------------- incidents
 
 
-def incident_lines(incident: Plain, paint: Painter = plain) -> list[str]:
+def incident_lines(incident: Plain, paint: Painter = plain, columns: int = COLUMNS) -> list[str]:
     """The story of one incident: what was seen, what was decided and why, what the pause was."""
     outcome = str(incident["outcome"])
     tones = {"resumed": "good", "moved": "good", "parked": "good"}
@@ -286,7 +324,8 @@ def incident_lines(incident: Plain, paint: Painter = plain) -> list[str]:
     lines = [
         f"{paint(str(incident['id']), 'strong')}  job {incident['job']}  {paint(outcome, tone)}"
         + (f"  after {_seconds(pause)}" if pause is not None else ""),
-        f"opened {_clock(incident['opened_at'])}, generation {incident['generation']}"
+        f"opened {_clock(incident['opened_at'])}"
+        + (f", generation {incident['generation']}" if incident["generation"] else "")
         + (f", boundary {incident['boundary']}" if incident["boundary"] >= 0 else ""),
         "",
         "what was seen",
@@ -296,9 +335,9 @@ def incident_lines(incident: Plain, paint: Painter = plain) -> list[str]:
     ]
     for at, phase, why in incident["story"]:
         offset = f"+{at - incident['opened_at']:.3f}s"
-        lines.append(f"  {offset:>10}  {phase:<10} {why}")
+        lines.append(f"  {offset:>10}  {phase:<10} {HANG}{why}")
     lines += ["", "the pause by part", *(f"  {line}" for line in pause_lines(incident))]
-    return lines
+    return fit(lines, columns)
 
 
 def _cause_lines(incident: Plain) -> Iterable[str]:
@@ -336,14 +375,19 @@ def pause_lines(incident: Plain, width: int = 40) -> list[str]:
 
 
 def frame_lines(
-    picture: Plain, recent: Sequence[Plain], height: int, paint: Painter = plain
+    picture: Plain,
+    recent: Sequence[Plain],
+    height: int,
+    paint: Painter = plain,
+    columns: int = COLUMNS,
 ) -> list[str]:
     """One screen of `watch`: the state above, the newest reasons below."""
-    top = status_lines(picture, paint)
+    top = status_lines(picture, paint, columns)
     room = max(3, height - len(top) - 3)
-    lines = [*top, "", paint("decisions", "strong")]
-    lines += [record_line(record, paint) for record in list(recent)[-room:]]
-    return lines[:height]
+    reasons = [record for record in recent if record["why"]]
+    told = fit((record_line(record, paint) for record in reasons[-room:]), columns)
+    head = [*top[: max(0, height - room - 2)], "", paint("decisions", "strong")]
+    return [*head, *told[-room:]][:height]
 
 
 def record_line(record: Plain, paint: Painter = plain) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from keepstep import codec
 from keepstep.cli import common_options, view
 from keepstep.cli.client import Client, from_environment
+from keepstep.cli.fit import cut
 from keepstep.errors import Transient
 
 FRAME_SECONDS = 0.5
@@ -47,8 +48,10 @@ def _lines(client: Client, *, as_json: bool, until_over: bool) -> int:
             for record in client.events(after):
                 if record is not None:
                     after = int(record["seq"])
-                    text = codec.dumps(record).decode() if as_json else view.record_line(record)
-                    print(text, flush=True)
+                    if as_json:
+                        print(codec.dumps(record).decode(), flush=True)
+                    elif record["why"]:
+                        print(view.record_line(record), flush=True)
                 if until_over and _all_over(client.cluster()):
                     return 0
         except Transient as error:
@@ -71,7 +74,10 @@ def _screen(client: Client, *, until_over: bool) -> int:
                 time.sleep(1.0)
                 continue
             recent = feed.recent()
-            draw(view.frame_lines(picture, recent, size.lines - 1, view.ansi), size.columns)
+            draw(
+                view.frame_lines(picture, recent, size.lines - 1, view.ansi, size.columns),
+                size.columns,
+            )
             if until_over and _all_over(picture):
                 return 0
             feed.wait(FRAME_SECONDS)
@@ -84,26 +90,9 @@ def _screen(client: Client, *, until_over: bool) -> int:
 
 def draw(lines: list[str], columns: int) -> None:
     """Put one frame on the screen, in place, with a single write."""
-    cut = [_cut(line, columns) + _CLEAR_LINE for line in lines]
-    sys.stdout.write(_HOME + "\r\n".join(cut) + _CLEAR_REST)
+    short = [cut(line, columns) + _CLEAR_LINE for line in lines]
+    sys.stdout.write(_HOME + "\r\n".join(short) + _CLEAR_REST)
     sys.stdout.flush()
-
-
-def _cut(line: str, columns: int) -> str:
-    """At most so many visible characters; colour codes take no room."""
-    out: list[str] = []
-    seen, code = 0, False
-    for character in line:
-        if character == "\x1b":
-            code = True
-        if not code:
-            seen += 1
-            if seen > columns:
-                return "".join(out) + "\x1b[0m"
-        out.append(character)
-        if code and character.isalpha():
-            code = False
-    return "".join(out)
 
 
 def _all_over(picture: dict[str, Any]) -> bool:

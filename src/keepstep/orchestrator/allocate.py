@@ -7,7 +7,7 @@ that appears later is used at once.
 from __future__ import annotations
 
 from keepstep.model import JobState, Phase
-from keepstep.orchestrator import launch, orders, planned, policy, roster, seating
+from keepstep.orchestrator import launch, orders, planned, policy, remedies, roster, seating
 from keepstep.orchestrator.state import Job, in_migration
 from keepstep.orchestrator.turn import Turn
 
@@ -56,6 +56,8 @@ def _allocate(turn: Turn, job: Job) -> None:
     launch.change_phase(turn, job, Phase.HOLD if holding else Phase.QUIESCE)
     seating.hold_clock(turn, job, holding)
     turn.note(seating.allocated_why(job, chosen, holding), job)
+    if holding:
+        turn.note(remedies.sentence(turn.cluster, job, turn.now), job)
     orders.tell(turn, job)
 
 

@@ -11,7 +11,8 @@
                                    drain:N): what would happen then
     POST /v1/jobs                  submit a JobSpec; the same one again changes nothing
     POST /v1/jobs/{job}/stop       {"save": true} writes a checkpoint of the boundary first
-    POST /v1/jobs/{job}/migrate    {"ranks": [2], "to": "n4", "why": …}: move ranks that are well
+    POST /v1/jobs/{job}/migrate    {"ranks": [2], "to": "n4", "why": …}: move ranks that are well;
+                                   {"ranks": [2], "cancel": true} takes it back
     POST /v1/nodes/{node}/drain    {"why": …}: nothing new comes here, and what is here moves away
     POST /v1/nodes/{node}/undrain  the node may be used again
     GET  /v1/taints                POST /v1/taints   {"node": "n3", "slot": 1, "reason": …,
@@ -37,6 +38,7 @@ A new path is one entry of ROUTES, at the end of this file; `make openapi` write
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -154,7 +156,9 @@ class Api:
     async def _job(self, call: Call) -> Reply:
         # The launcher's own question: not the whole cluster's work.
         job = self._known_job(call.names["job"])
-        return json_response(view.job_view(job))
+        return json_response(
+            view.job_view(self._orchestrator.cluster, job, self._orchestrator.now())
+        )
 
     async def _policy(self, call: Call) -> Reply:
         job = self._known_job(call.names["job"]).spec.job
@@ -171,10 +175,13 @@ class Api:
 
     async def _incident(self, call: Call) -> Reply:
         name = call.names["incident"]
-        for record in self._orchestrator.picture()["incidents"]:
+        known = self._orchestrator.picture()["incidents"]
+        for record in known:
             if record["id"] == name:
                 return json_response(record)
-        raise BadRequest(404, f"no incident is called {name}", "see GET /v1/incidents")
+        newest = ", ".join(str(record["id"]) for record in known[-8:])
+        fix = f"the newest are: {newest}" if newest else "there are none"
+        raise BadRequest(404, f"no incident is called {name}", fix)
 
     async def _export(self, call: Call) -> Reply:
         self._known_job(call.names["job"])
@@ -218,10 +225,12 @@ class Api:
             )
         known = self._orchestrator.cluster.jobs.get(spec.job)
         if known is not None and not known.state.over and known.spec != spec:
+            fields = [field.name for field in dataclasses.fields(JobSpec)]
+            other = [name for name in fields if getattr(spec, name) != getattr(known.spec, name)]
             raise BadRequest(
                 409,
-                f"job {spec.job} is already there with another specification",
-                "give the new job another name (--job)",
+                f"job {spec.job} is already there with another {', '.join(other)}",
+                "give the same on each node, or another name (--job) to a new job",
             )
         decision = await self._orchestrator.decide(events.Submitted(spec))
         return json_response({"job": spec.job, "why": decision.why, "new": decision.changed})
@@ -236,9 +245,13 @@ class Api:
     async def _migrate(self, call: Call) -> Reply:
         job, body = self._known_job(call.names["job"]), call.body
         name, ranks, to = job.spec.job, body.get("ranks", []), body.get("to", "")
-        home = body.get("home", False)
+        home, cancel = body.get("home", False), body.get("cancel", False)
         if home and (ranks or to):
             raise BadRequest(400, "home is for all ranks", 'send {"home": true} and no more')
+        if cancel and (home or to):
+            raise BadRequest(
+                400, "cancel names ranks only", 'send {"ranks": [2], "cancel": true} and no more'
+            )
         if not home and not ranks:
             raise BadRequest(400, "ranks is missing", 'send {"ranks": [2]} or {"home": true}')
         if job.roster is None or job.state.over:
@@ -252,7 +265,7 @@ class Api:
             raise BadRequest(409, why, "nothing was changed")
         asked = tuple(Rank(rank) for rank in sorted(set(ranks)))
         why = body.get("why") or "an operator asked for it"
-        event = events.MigrateAsked(name, asked, why, NodeId(to), home, call.key)
+        event = events.MigrateAsked(name, asked, why, NodeId(to), home, call.key, cancel)
         return await self._follow(event, call)
 
     # ---------------------------------------------------------------- nodes and taints
@@ -340,7 +353,8 @@ class Api:
     def _known_job(self, name: str) -> state.Job:
         jobs = self._orchestrator.cluster.jobs
         if JobId(name) not in jobs:
-            raise BadRequest(404, f"no job is called {name}", "see GET /v1/jobs")
+            known = ", ".join(sorted(jobs)[:8])
+            raise BadRequest(404, f"no job is called {name}", f"there are: {known or 'none'}")
         return jobs[JobId(name)]
 
 
@@ -417,6 +431,7 @@ ROUTES: tuple[Route, ...] = (
             "ranks": Field((list,), "the ranks, such as [2]", items=int),
             "to": Field((str,), "only to this node; without it the best spare"),
             "home": Field((bool,), "instead of ranks: all go back to where they started"),
+            "cancel": Field((bool,), "take it back: these ranks need not move any more"),
             "why": _WHY,
             "dry_run": _DRY_RUN,
         },

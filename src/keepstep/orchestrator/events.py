@@ -44,6 +44,8 @@ class MigrateAsked:
     """All ranks that are not where they started go back there; `ranks` is empty then."""
     request: str = ""
     """The same request again changes nothing; empty: this one is nobody's repetition."""
+    cancel: bool = False
+    """The opposite: these ranks need not move any more."""
 
 
 @dataclass(frozen=True, slots=True)

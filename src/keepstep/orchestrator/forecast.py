@@ -16,14 +16,14 @@ from typing import Any
 from keepstep import codec
 from keepstep.errors import ConfigError
 from keepstep.model import JobId, Mode, NodeId, Phase, Policy, Rank, Seat, Sign
-from keepstep.orchestrator import brain, budgets, lending, nodes, observe, placing, slots, state
+from keepstep.orchestrator import brain, budgets, lending, nodes, observe, placing, state
 from keepstep.orchestrator.events import DrainAsked
 from keepstep.orchestrator.incidents import died
+from keepstep.orchestrator.remedies import remedies
 from keepstep.orchestrator.state import Cause, Cluster, Job, natural, slot_key
 from keepstep.orchestrator.turn import Turn
 
 KINDS = "give rank:2, node:n3, domain:NAME or drain:n3"
-REMEDIES_MAX = 8
 
 
 def policy_view(cluster: Cluster, name: JobId, faults: tuple[str, ...], now: float) -> Any:
@@ -191,46 +191,3 @@ def _why_there(cluster: Cluster, before: Job, seat: Seat, new: Seat) -> str:
         return "free slot: a process is started there"
     who = "a standby" if user.rank < 0 else f"rank {user.rank}"
     return f"the slot of {who} of {user.job}"
-
-
-# ---------------------------------------------------------------- what would help
-
-
-def remedies(cluster: Cluster, job: Job, now: float) -> list[str]:
-    """What would make a spare, the easiest first."""
-    found: list[str] = []
-    for node in sorted(cluster.nodes, key=natural):
-        there = cluster.nodes[node]
-        free = there.slots - len(there.uses)
-        if not there.alive:
-            found.append(f"bring {node} back: {there.slots} slots")
-        elif there.drained and free:
-            found.append(f"keepstep undrain {node}: {free} free slots ({there.drained})")
-        elif (not there.linked or there.silent_at >= 0) and free:
-            found.append(f"look after {node}: its agent is away, and {free} slots are free")
-        else:
-            found += _tainted(cluster, there, now)
-    found += _lower_jobs(cluster, job)
-    return [*found[: REMEDIES_MAX - 1], "add a node: `keepstep run --orchestrator URL …` on it"]
-
-
-def _tainted(cluster: Cluster, there: state.NodeState, now: float) -> list[str]:
-    empty = [slot for slot in range(there.slots) if slot not in there.uses]
-    shut = [slot for slot in empty if slots.tainted(cluster, there.node, slot, now)]
-    if shut and there.node in cluster.taints:
-        return [f"keepstep untaint {there.node}: {cluster.taints[there.node][0].reason}"]
-    keys = [slot_key(there.node, slot) for slot in shut]
-    return [f"keepstep untaint {key}: {cluster.taints[key][0].reason}" for key in keys]
-
-
-def _lower_jobs(cluster: Cluster, job: Job) -> list[str]:
-    lower = [
-        other
-        for other in map(cluster.jobs.__getitem__, cluster.open_jobs)
-        if other.spec.priority < job.spec.priority and other.roster is not None
-    ]
-    return [
-        f"keepstep stop --save {other.spec.job}: {other.spec.world_size} slots, priority "
-        f"{other.spec.priority}"
-        for other in sorted(lower, key=lambda o: (o.spec.priority, o.spec.job))
-    ]

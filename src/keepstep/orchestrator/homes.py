@@ -62,7 +62,9 @@ def tick(turn: Turn) -> None:
             if reason := _shut(turn.cluster, job.leaving[rank].to, turn.now):
                 del job.leaving[rank]
                 turn.note(f"rank {rank} stays where it is: {reason}", job)
-        if job.spec.policy.move_home and not job.leaving and planned.steady(job):
+        # Whoever waits for one certain place holds up nobody.
+        stuck = all(leave.to and leave.waits for leave in job.leaving.values())
+        if job.spec.policy.move_home and stuck and planned.steady(job):
             _by_itself(turn, job)
 
 
@@ -75,7 +77,8 @@ def _by_itself(turn: Turn, job: Job) -> None:
             continue
         if turn.now >= worthy_at(state, job.spec.policy) and not _full(turn, job, home, len(ranks)):
             clean = (turn.now - state.fault_at) / 60
-            why = f"{home} is well for {clean:.0f} min: its ranks go home"
+            since = f" for {clean:.0f} min" if state.faults else ""
+            why = f"{home} is well{since}: its ranks go home"
             planned.wish(turn, job, ranks, why, home, home=True)
 
 
@@ -89,9 +92,11 @@ def _shut(cluster: Cluster, node: NodeId, now: float) -> str:
     """Why nobody can go there; empty if somebody can."""
     state = cluster.nodes.get(node)
     if state is None or not state.alive:
-        return f"{node} is lost"
+        return f"{node} is not here; bring it back first"
+    if state.drained:
+        return f"{node} is drained; `keepstep undrain {node}` first"
     if not slots.usable(state):
-        return f"{node} is drained" if state.drained else f"{node} is not heard"
+        return f"the agent of {node} is away; start it again first"
     if all(slots.tainted(cluster, node, slot, now) for slot in range(state.slots)):
-        return f"{node} is tainted"
+        return f"{node} is tainted; `keepstep untaint` it first (see `keepstep taints`)"
     return ""

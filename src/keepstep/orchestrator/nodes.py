@@ -57,7 +57,7 @@ def hello(turn: Turn, event: Hello) -> None:
     if state is not None and state.alive and state.boot != event.boot:
         lose(turn, event.node, "it rebooted")
     returned = state is not None and not state.alive
-    if state is not None and returned:
+    if state is not None and returned and not state.left:
         # Well from now on: its time without a fault begins.
         state.fault_at = turn.now
     moved_store = state is not None and state.store_port != event.store_port
@@ -97,7 +97,7 @@ def _register(turn: Turn, event: Hello, state: NodeState | None) -> None:
     state.address, state.slots = event.address, event.slots
     state.peer_port, state.store_port = event.peer_port, event.store_port
     state.boot, state.serial = event.boot, serial
-    state.alive, state.linked = True, True
+    state.alive, state.linked, state.left = True, True, False
     state.silent_at = state.vouched_at = -1.0
     state.labels = dict(event.labels)
     cluster.doubtful.pop(event.node, None)
@@ -332,15 +332,18 @@ def lose(turn: Turn, node: NodeId, why: str) -> None:
     """A node and all on it are gone: per job one fault, whatever the number of ranks."""
     cluster = turn.cluster
     state = cluster.nodes[node]
+    users = sorted(state.uses.items())
+    # A closed stream without a rank behind it is somebody who left: an agent was stopped, a job was
+    # over. A machine that fails says nothing, or takes ranks along.
+    state.left = not state.linked and all(user.rank < 0 or user.fenced for _, user in users)
     state.alive, state.linked = False, False
     state.silent_at = state.vouched_at = -1.0
     cluster.doubtful.pop(node, None)
-    users = sorted(state.uses.items())
     state.uses = {}
-    if not state.drained:
+    if not state.drained and not state.left:
         homes.found_bad(state, turn.now)
     slots.index(cluster, state)
-    turn.note(f"node {node} is lost: {why}")
+    turn.note(f"node {node} {'has left' if state.left else 'is lost'}: {why}")
     names: dict[JobId, bool] = {}
     for slot, user in users:
         names.setdefault(user.job, False)

@@ -345,6 +345,8 @@ def _job() -> Schema:
             "incident": _or_null(STRING),
             "migration": _or_null(_ref("Migration")),
             "leaving": _list(_record(leave)),
+            "remedies": _list(STRING)
+            | {"description": "What would make room, if ranks wait for some."},
             "loan": _or_null(_ref("Loan")),
             "away": _map(STRING) | {"description": "Rank -> the node it started on, if elsewhere."},
             "store_node": _or_null(STRING),
@@ -389,6 +391,7 @@ def _node() -> Schema:
         {
             "id": STRING,
             "alive": BOOLEAN,
+            "left": BOOLEAN | {"description": "Not alive, but in good order: no fault."},
             "linked": BOOLEAN,
             "address": STRING,
             "boot": STRING,

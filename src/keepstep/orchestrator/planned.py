@@ -22,9 +22,19 @@ from keepstep.model import (
     Phase,
     Rank,
     Seat,
+    Severity,
     Sign,
 )
-from keepstep.orchestrator import launch, orders, placing, policy, seating, slots, spares
+from keepstep.orchestrator import (
+    launch,
+    orders,
+    placing,
+    policy,
+    remedies,
+    seating,
+    slots,
+    spares,
+)
 from keepstep.orchestrator.state import (
     Job,
     Leave,
@@ -32,6 +42,7 @@ from keepstep.orchestrator.state import (
     Occupant,
     in_migration,
     next_incarnation,
+    slot_key,
 )
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import Observed
@@ -70,6 +81,8 @@ def wish(
         known = job.leaving.get(rank)
         more = known is None or (urgent and not known.urgent)
         more = more or (not home and to not in ("", known.to if known else ""))
+        # Who has to leave, and waits for one certain place, goes to any: it must not stay for ever.
+        more = more or bool(not to and known and known.to and known.waits)
         if rank in moving or not more:
             continue
         job.leaving[rank] = Leave(seat.incarnation, why, turn.now, to, urgent=urgent, home=home)
@@ -89,6 +102,40 @@ def withdraw(turn: Turn, job: Job, why: str) -> None:
         del job.leaving[rank]
     if gone:
         turn.note(f"rank {', '.join(map(str, gone[:8]))} need not move any more", job)
+
+
+def cancel(turn: Turn, job: Job, ranks: Iterable[Rank]) -> None:
+    """Somebody takes a wish back. One that has a cause of its own comes back with it."""
+    assert job.roster is not None
+    for rank in ranks:
+        moving, seat = job.migration, job.roster.seats[rank]
+        if moving is not None and rank in moving.leavers:
+            turn.ignore(
+                f"rank {rank} is on its way to {seat.node} already; move it back afterwards"
+            )
+        elif rank not in job.leaving and (moving is None or rank not in moving.coming):
+            turn.ignore(f"rank {rank} of {job.spec.job} is not asked to move")
+        elif fix := _cause_stands(turn, seat):
+            turn.ignore(f"rank {rank} has to leave: {fix} first")
+        else:
+            job.leaving.pop(rank, None)
+            turn.note(f"rank {rank} stays on {seat.node}: the wish was taken back", job)
+    moving = job.migration
+    if moving is not None and moving.phase in TRAINING and set(moving.coming) - set(job.leaving):
+        give_up(turn, job, "somebody who was to move stays")
+        # It was nobody's fault: the others need not wait.
+        job.moves_failed, job.leave_at = 0, turn.now
+        begin(turn, job)
+
+
+def _cause_stands(turn: Turn, seat: Seat) -> str:
+    """What would have to be undone first; empty: nothing makes this rank leave but a wish."""
+    if turn.cluster.nodes[seat.node].drained:
+        return f"{seat.node} is drained; `keepstep undrain {seat.node}`"
+    for place in (seat.node, slot_key(seat.node, seat.slot)):
+        if any(t.severity is not Severity.AVOID for t in turn.cluster.taints.get(place, ())):
+            return f"{place} is tainted; `keepstep untaint {place}`"
+    return ""
 
 
 def reword(job: Job, before: str, why: str) -> None:
@@ -125,8 +172,11 @@ def begin(turn: Turn, job: Job) -> None:
     _forget_stale(turn, job)
     # Somebody has to stay: the others get their state from those who do.
     first = sorted(job.leaving, key=lambda rank: (not job.leaving[rank].urgent, rank))
-    ranks = sorted(first[: len(job.roster.seats) - 1])
-    chosen = _choose(turn, job, ranks)
+    together = len(job.roster.seats) - 1
+    chosen = _choose(turn, job, sorted(first[:together]))
+    if not chosen and first[together:]:
+        # Who stays was not to stay for ever because another one waits for a place.
+        chosen = _choose(turn, job, sorted(first[together:]))
     if not policy.acts(job):
         _only_tell(turn, job, chosen)
         return
@@ -143,6 +193,7 @@ def begin(turn: Turn, job: Job) -> None:
         job.incarnations[rank] = incarnation
         spares.take(turn.cluster, job, choice, rank, incarnation)
         migration.coming[rank] = Seat(rank, choice.node, choice.slot, incarnation)
+        job.leaving[rank] = replace(job.leaving[rank], waits="")
         told.append(f"rank {rank} to {choice.why}")
     moved = ", ".join(told[:4]) + (f" and {len(told) - 4} more" if len(told) > 4 else "")
     why = job.leaving[min(chosen)].why
@@ -178,22 +229,26 @@ def _choose(turn: Turn, job: Job, ranks: Sequence[Rank]) -> dict[Rank, placing.C
     only = {rank: wishes[rank].to for rank in ranks if wishes[rank].to}
     chosen = placing.place(placing.Search(turn.cluster, job, turn.now), seats, only)
     if missing := [rank for rank in ranks if rank not in chosen]:
-        _wait(turn, job, missing, wishes[missing[0]].to, len(chosen))
+        for to in sorted({wishes[rank].to for rank in missing}):
+            _wait(turn, job, [rank for rank in missing if wishes[rank].to == to], len(chosen))
         # Who waits for one certain place holds up nobody.
         held_up = any(not wishes[rank].to for rank in missing)
         chosen = {rank: c for rank, c in chosen.items() if rank in urgent or not held_up}
     return chosen
 
 
-def _wait(turn: Turn, job: Job, ranks: Sequence[Rank], to: NodeId, found: int) -> None:
-    wanted = len(ranks) + found
-    where = f"{to} has no free slot" if to else f"{wanted} needed, {found} free"
-    fix = "add a node, undrain or untaint one, or stop a job"
-    waits = f"no room yet: {where}; {fix}"
+def _wait(turn: Turn, job: Job, ranks: Sequence[Rank], found: int) -> None:
+    """Who waits for the same says why, once, with what would help."""
+    cluster, to = turn.cluster, job.leaving[ranks[0]].to
+    if to:
+        waits = f"no room yet: {remedies.place_shut(cluster, job, to, ranks, turn.now)}"
+    else:
+        waits = f"no room yet: {len(ranks) + found} needed, {found} free"
     if any(job.leaving[rank].waits != waits for rank in ranks):
         for rank in ranks:
             job.leaving[rank] = replace(job.leaving[rank], waits=waits)
-        turn.note(f"rank {', '.join(map(str, ranks[:8]))} cannot move: {waits}", job)
+        fix = "" if to else f"; {remedies.sentence(cluster, job, turn.now)}"
+        turn.note(f"rank {', '.join(map(str, ranks[:8]))} cannot move: {waits}{fix}", job)
 
 
 def late(turn: Turn, job: Job) -> None:

@@ -70,6 +70,8 @@ def _migrate(turn: Turn, event: MigrateAsked) -> None:
         turn.ignore(f"{event.job} has no rank {bad[0]}: it has {len(job.roster.seats)}")
     elif why := planned.refusal(job):
         turn.ignore(why)
+    elif event.cancel:
+        planned.cancel(turn, job, event.ranks)
     elif event.home:
         homes.go(turn, job, event.why)
     else:

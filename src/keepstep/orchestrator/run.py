@@ -93,6 +93,8 @@ class Orchestrator:
         self._log = log
         self._inbox: asyncio.Queue[_Waiting] = asyncio.Queue(config.inbox_events_max)
         self._streams: dict[NodeId, AgentStream] = {}
+        self._boots: dict[NodeId, str] = {}
+        """What the agents of those streams call themselves besides their nodes' names."""
         self._alive = _Liveness()
         self._snapshot_seq = 0
         self._tick_waiting = False
@@ -142,7 +144,7 @@ class Orchestrator:
 
     def picture(self) -> dict[str, Any]:
         """The cluster for people: the brain's own view, and what only heartbeats know."""
-        plain = view.describe(self.cluster)
+        plain = view.describe(self.cluster, self.now())
         plain["term"] = self.term
         plain["now"] = self.now()
         plain["connected"] = sorted(self._streams)
@@ -407,7 +409,7 @@ class Orchestrator:
         stream = AgentStream(hello.node, reader, writer, outbox_messages_max=limit)
         if old := self._streams.get(hello.node):
             old.drop("replaced by a newer connection")
-        self._streams[hello.node] = stream
+        self._streams[hello.node], self._boots[hello.node] = stream, hello.boot
         self._heard(hello.node)
         self._log("agent.connected", node=hello.node, workers=len(hello.workers))
         stream.send(wire.encode(self._own_pulse()))
@@ -425,9 +427,25 @@ class Orchestrator:
             return "the token is not this cluster's; give the agent the orchestrator's token file"
         if not hello.node:
             return "a node needs a name"
+        if self._is_taken(hello):
+            return (
+                f"a node called {hello.node} is here already; give this one another name with "
+                "--node"
+            )
         if hello.term_seen > self.term:
             return f"you have seen term {hello.term_seen}, this orchestrator leads term {self.term}"
         return ""
+
+    def _is_taken(self, hello: wire.Hello) -> bool:
+        """Somebody else has this name, or is about to come back to a new leader.
+
+        A machine that died without a word gives it back once it is silent.
+        """
+        if hello.node in self._streams:
+            return self._boots[hello.node] != hello.boot
+        known = self.cluster.nodes.get(hello.node)
+        early = self.now() < self._started_now + nodes.TERM_GRACE_SECONDS
+        return early and known is not None and known.alive and known.boot != hello.boot
 
     async def _receive(self, stream: AgentStream, message: wire.Message) -> None:
         if self._streams.get(stream.node) is not stream:

@@ -88,6 +88,8 @@ class NodeState:
     """How often it was lost or found bad: the more, the longer until ranks go home to it."""
     fault_at: float = 0.0
     """When it was lost or found bad last, or when it came back from that."""
+    left: bool = False
+    """Not alive, but in good order: its stream was closed, and no rank was there."""
 
 
 @dataclass(frozen=True, slots=True)

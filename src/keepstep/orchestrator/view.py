@@ -10,7 +10,7 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.model import JobId, Phase, Rank
-from keepstep.orchestrator import homes
+from keepstep.orchestrator import homes, remedies
 from keepstep.orchestrator.state import (
     Cluster,
     Incident,
@@ -23,7 +23,7 @@ from keepstep.orchestrator.state import (
 )
 
 
-def describe(cluster: Cluster) -> dict[str, Any]:
+def describe(cluster: Cluster, now: float = 0.0) -> dict[str, Any]:
     """Everything: jobs and nodes by name, incidents oldest first (open ones last)."""
     open_incidents = [
         job.incident for _, job in sorted(cluster.jobs.items()) if job.incident is not None
@@ -31,7 +31,7 @@ def describe(cluster: Cluster) -> dict[str, Any]:
     return {
         "term": cluster.term,
         "frozen": {"why": cluster.frozen, "since": cluster.frozen_at} if cluster.frozen else None,
-        "jobs": {name: job_view(job) for name, job in sorted(cluster.jobs.items())},
+        "jobs": {name: job_view(cluster, job, now) for name, job in sorted(cluster.jobs.items())},
         "nodes": {
             node: node_view(cluster, cluster.nodes[node])
             for node in sorted(cluster.nodes, key=natural)
@@ -70,7 +70,7 @@ def phases(cluster: Cluster, jobs: Iterable[JobId]) -> dict[str, str]:
     return found
 
 
-def job_view(job: Job) -> dict[str, Any]:
+def job_view(cluster: Cluster, job: Job, now: float) -> dict[str, Any]:
     spec = job.spec
     return {
         "id": spec.job,
@@ -104,6 +104,7 @@ def job_view(job: Job) -> dict[str, Any]:
             {"rank": rank, "why": leave.why, "to": leave.to or None, "waits": leave.waits or None}
             for rank, leave in sorted(job.leaving.items())
         ],
+        "remedies": remedies.needed(cluster, job, now),
         "loan": loan_view(job.loan) if job.loan else None,
         "away": {
             str(rank): home for home, ranks in sorted(homes.away(job).items()) for rank in ranks
@@ -155,6 +156,9 @@ def _seat_phase(job: Job, rank: Rank) -> str:
         return "finished"
     if migration is None:
         return job.state.value
+    if migration.phase in (Phase.WARM, Phase.AGREE):
+        # Everybody trains, also who is about to leave.
+        return "leaving" if rank in migration.coming else job.state.value
     if rank in migration.gone:
         return "empty"
     if rank in migration.fences:
@@ -183,6 +187,7 @@ def node_view(cluster: Cluster, state: NodeState) -> dict[str, Any]:
     return {
         "id": state.node,
         "alive": state.alive,
+        "left": state.left,
         "linked": state.linked,
         "address": state.address,
         "boot": state.boot,
