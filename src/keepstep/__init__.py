@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from keepstep.training.session import (
         Seat,
         Session,
+        held_by,
         init_process_group,
         session,
     )
@@ -22,6 +23,7 @@ __all__ = [
     "Seat",
     "Session",
     "__version__",
+    "held_by",
     "init_process_group",
     "session",
 ]

@@ -253,3 +253,8 @@ class Move:
     """Waves run one after another, so that the last home of a tensor is never overwritten."""
     staged: bool = False
     """Receive beside the old state and replace it only once verified."""
+    portion: str = ""
+    """What is moved: a portion's name says who holds it (keepstep.portion)."""
+    rebuilt: bool = False
+    """Nobody holds it: its mirror gives a capsule and the records since, and the target makes those
+    steps again."""

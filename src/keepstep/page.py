@@ -107,6 +107,10 @@ class Page:
         """A new generation begins: only what is launched from now on tells who lags."""
         self._put(72, struct.unpack_from("<q", self.memory, _LAUNCHED_AT)[0])
 
+    def count_vote(self) -> None:
+        """A vote is a collective too, outside the user's groups: who has not come to it lags."""
+        self._put(72, struct.unpack_from("<q", self.memory, 72)[0] - 1)
+
     def set_committed(self, step: int) -> None:
         self._put(64, step)
 

@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 
-NAMES = ("rng", "loader", "buffers", "fence", "digest", "reset")
+NAMES = ("rng", "loader", "buffers", "fence", "digest", "reset", "fsdp-reset", "vote", "mirror")
 
 
 @functools.cache

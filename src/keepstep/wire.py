@@ -143,6 +143,15 @@ class Stalled:
 
 
 @dataclass(frozen=True, slots=True)
+class Cover:
+    """What a mirror keeps of a portion that one rank holds: enough to rebuild these boundaries."""
+
+    portion: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class SeatReport:
     """What one rank says about itself at the end of a phase."""
 
@@ -151,8 +160,13 @@ class SeatReport:
     """The boundary at which its state is whole; -1 for a joiner that has none yet."""
     intact: bool = False
     """False: torn or empty; this rank is no source."""
-    digest: str = ""
-    """Over all shared state, in the order of the registry."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Per portion that it holds: over the portion's tensors, in the order of the registry."""
+    ready: bool = False
+    """It stands before the update of the step that begins at its boundary, with all gradients in
+    hand: everybody's vote was asked and the answer is not known. It can still make the update."""
+    portions: tuple[str, ...] = ()
+    """What it holds, in RESUME; empty: not told."""
     entries: tuple[int, ...] = ()
     """Boundaries for which this rank holds its own private state."""
     state_bytes: int = 0
@@ -172,6 +186,8 @@ class SeatReport:
     """Above zero: not done yet, but declared busy for at most this long; budgets wait for it."""
     problem: str = ""
     """Why the phase could not be done on this rank; empty when all is well."""
+    covers: tuple[Cover, ...] = ()
+    """What it can rebuild of others, in QUIESCE and RESUME."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,13 +337,22 @@ class Quiesce:
 
 
 @dataclass(frozen=True, slots=True)
+class Apply:
+    """Others have made the update that leads to this boundary, so everybody had voted for it: make
+    it too, if you stand before it, and report QUIESCE again from there."""
+
+    boundary: int
+    ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reform:
     """Build the groups of the new generation, move state, digest it, report VERIFY."""
 
     membership: Membership
     boundary: int
-    digest: str
-    """What every intact holder at the boundary agreed on."""
+    digests: dict[str, str]
+    """Per portion: what every intact holder at the boundary agreed on."""
     moves: tuple[Move, ...]
     homes: tuple[Home, ...]
     """For ranks that must fetch their private state."""
@@ -347,7 +372,8 @@ class Save:
     """Write a just-in-time checkpoint of this boundary, publish it, report SAVE."""
 
     boundary: int
-    writer: Rank
+    writers: dict[str, Rank]
+    """Who writes each portion. The writer of the first one also writes what holds for all."""
     path: str
     homes: tuple[Home, ...]
     """For ranks that are gone: the writer fetches their private state."""
@@ -369,6 +395,7 @@ Action = (
     | Fence
     | Agree
     | Quiesce
+    | Apply
     | Reform
     | Resume
     | Save
@@ -532,6 +559,7 @@ _ACTIONS: dict[str, type] = {
         Fence,
         Agree,
         Quiesce,
+        Apply,
         Reform,
         Resume,
         Save,

@@ -24,8 +24,8 @@ from keepstep.training.groups import (
     decode_log,
     encode_log,
     merge_logs,
-    reset_ddp,
 )
+from keepstep.training.reset import reset_ddp
 from tests.process.world import TIMEOUT, client
 
 WORLD = 4

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from keepstep.chaos import simulate
+from keepstep.chaos.simulated import digest_of, state_at
 from keepstep.chaos.simulated_checks import ROOM_SECONDS_MAX, Referee
 from keepstep.chaos.simulated_setting import SMALL, TRAIN
 from keepstep.model import Generation, JobState, MigrationId, Phase, Rank
 from keepstep.orchestrator import state
+from keepstep.orchestrator.turn import Note
 
 ENDS = {"finished", "saved", "failed", "held", "waiting"}
 """How a job on its own may end; waiting: it never got the nodes that it needs."""
@@ -44,6 +46,16 @@ def test_where_jobs_compete_they_lend_and_go_home_and_finish(campaign: list[simu
     assert sum(result.homecomings for result in compete) > 30
     faults = [kind for result in compete for kind in result.faults]
     assert min(map(faults.count, ("rack loss", "save fails", "migrate home"))) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_where_state_is_sharded_votes_break_and_ranks_catch_up(campaign: list[simulate.Result]):
+    sharded = [result for result in campaign if result.sharded]
+    assert len(sharded) > 80
+    assert sum(result.caught_up for result in sharded) > 5
+    outcomes = [outcome for result in sharded if not result.others for outcome in result.incidents]
+    assert outcomes.count("resumed") > outcomes.count("fallback") > 0
 
 
 @pytest.mark.parametrize(
@@ -108,6 +120,24 @@ def test_the_referee_sees_a_parked_job_beside_enough_room():
     simulation._now += ROOM_SECONDS_MAX + 0.1
     with pytest.raises(simulate.Violation, match="small is parked, and there is room"):
         referee.tick()
+
+
+def test_the_referee_sees_who_resumes_without_a_portion():
+    simulation, referee = _finished_run(1)
+    job, group = simulation.cluster.jobs[TRAIN], simulation.group(TRAIN)
+    assert len(group.portions()) > 1
+    moment = simulation.now()
+    job.migration = state.Migration(
+        MigrationId("m"), "unplanned", "recover", Phase.RESUME, moment, moment
+    )
+    right = state_at(tuple(group.portions()), 7)
+    digests = {name: digest_of(value) for name, value in right.items()}
+    said = [Note("all ranks hold what they should", TRAIN)]
+    job.migration.plan = state.Plan(7, digests)
+    referee.check(said)
+    del digests[group.portions()[0]]
+    with pytest.raises(simulate.Violation, match="resumes with"):
+        referee.check(said)
 
 
 def test_the_referee_sees_lost_steps_of_a_parked_job():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import get_type_hints
 
-from keepstep import wire
+from keepstep import portion, wire
 from keepstep.model import (
     Generation,
     JobId,
@@ -40,6 +40,8 @@ class Player:
         self.focus = JOB
         """The job that commands speak of, unless they say `job=NAME`."""
         self.journal: list[tuple[events.Event, float]] = []
+        self.shards = 1
+        self.stride = 0
 
     def play(self, command: str) -> list[str]:
         verb, *words = command.split()
@@ -145,7 +147,7 @@ class Player:
 
     def do_report(self, plain, options):
         """report quiesce at=41 1=40 2=torn 3=corrupt except=2 only=0,1 g=3 problem2=words
-        seconds=0.5 (a step) busy0=40"""
+        seconds=0.5 (a step) busy0=40 also1=1-2 (a portion) 2=ready41 3=shard-corrupt"""
         phase = Phase(plain[0])
         at = int(options.get("at", -1))
         migration = self.job.migration
@@ -170,8 +172,16 @@ class Player:
             return wire.SeatReport(rank, problem=problem)
         if f"busy{rank}" in options:
             return wire.SeatReport(rank, busy_seconds=float(options[f"busy{rank}"]))
+        ready = what.startswith("ready")
+        what = what.removeprefix("ready")
         boundary = int(what) if what.lstrip("-").isdigit() else at
-        digest = f"bad-{rank}" if what == "corrupt" else f"good-{boundary}"
+        held = self._portions(rank)
+        digests = {
+            name: f"bad-{rank}" if _corrupt(what, name, held) else f"good-{boundary}"
+            for name in held
+        }
+        if f"also{rank}" in options:
+            digests[options[f"also{rank}"]] = "new"
         entries = () if what == "lonely" else (boundary, boundary + 1)
         intact = what != "torn" and boundary >= 0
         received = phase is Phase.VERIFY and migration is not None and rank in migration.joined
@@ -179,7 +189,9 @@ class Player:
             rank,
             boundary,
             intact,
-            digest,
+            digests,
+            ready,
+            tuple(held) if phase is Phase.RESUME and self.shards > 1 else (),
             entries,
             int(options.get("bytes", 100)),
             step=boundary,
@@ -187,7 +199,30 @@ class Player:
             moved_bytes=100 if received else 0,
             moved_seconds=0.5 if received else 0.0,
             problem=problem,
+            covers=self._covers(phase, rank, int(options.get("kept", boundary))),
         )
+
+    def do_shards(self, plain, options):
+        """shards 2: from now on rank r holds, beside what all hold, the shard r mod 2."""
+        self.shards = int(plain[0])
+        return []
+
+    def do_mirrors(self, plain, options):
+        """mirrors 1: from now on rank r+1 keeps a cover of rank r's shard, of the last 8 steps."""
+        self.stride = int(plain[0])
+        return []
+
+    def _covers(self, phase, rank, at):
+        if not self.stride or phase not in (Phase.QUIESCE, Phase.RESUME):
+            return ()
+        ward = portion.name_of([(rank - self.stride) % len(self.job.roster.seats)])
+        return (wire.Cover(ward, max(0, at - 8), at),)
+
+    def _portions(self, rank):
+        """What a rank holds, the shard first."""
+        size = len(self.job.roster.seats)
+        names = [portion.name_of(range(rank % self.shards, size, self.shards))]
+        return [*names, portion.name_of(range(size))] if self.shards > 1 else names
 
     def do_migrate(self, plain, options):
         """migrate 1 2 to=n3 request=r1; migrate home; migrate 1 cancel"""
@@ -364,12 +399,23 @@ def tell(order: wire.Order) -> str:
             return head + ahead + (f" leaving {_seats(leaving)}" if leaving else "")
         case wire.Resume(boundary=boundary):
             return f"{head} at {boundary}"
-        case wire.Save(boundary=boundary, writer=writer, path=path, homes=homes):
-            return f"{head} at {boundary} by rank {writer} to {path}{_homes(homes)}"
+        case wire.Apply(boundary=boundary, ranks=ranks):
+            return f"{head} to {boundary} rank {' '.join(map(str, ranks))}"
+        case wire.Save(boundary=boundary, writers=writers, path=path, homes=homes):
+            listed = sorted(set(writers.values()))
+            who = f"rank {listed[0]}"
+            if len(writers) > 1:
+                who = " ".join(f"{rank}:{name}" for name, rank in writers.items())
+            return f"{head} at {boundary} by {who} to {path}{_homes(homes)}"
         case wire.Stop(exit_code=code):
             return f"{head} exit {code}"
         case _:
             return head
+
+
+def _corrupt(what, name, held) -> bool:
+    """corrupt: all that it holds; shard-corrupt: its shard only."""
+    return what == "corrupt" or (what == "shard-corrupt" and name == held[0])
 
 
 def _seats(seats) -> str:
@@ -379,8 +425,10 @@ def _seats(seats) -> str:
 def _reform(action: wire.Reform) -> str:
     moves = [
         f"{m.target}<-{'+'.join(map(str, m.sources))}"
+        + (f" of {m.portion}" if len(action.digests) > 1 else "")
         + (f" wave {m.wave}" if m.wave else "")
         + (" staged" if m.staged else "")
+        + (" made again" if m.rebuilt else "")
         for m in action.moves
     ]
     known = action.membership

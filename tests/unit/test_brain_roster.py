@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.model import Generation, JobId, NodeId, Rank, Roster, Seat
-from keepstep.orchestrator import roster
+from keepstep.orchestrator import portions, roster
 from keepstep.orchestrator.state import NodeState, Settled
 from keepstep.wire import SeatReport
 
@@ -54,9 +54,9 @@ def quiesced(draw):
     for rank in range(size):
         kind = draw(st.sampled_from(["new", "new", "old", "torn", "joiner", "corrupt"]))
         boundary = {"new": 9, "corrupt": 9, "old": 8, "torn": 9, "joiner": -1}[kind]
-        digest = "bad" if kind == "corrupt" else f"d{boundary}"
+        digests = {portions.of_all(size): "bad" if kind == "corrupt" else f"d{boundary}"}
         intact = kind in ("new", "old", "corrupt")
-        reports[Rank(rank)] = SeatReport(Rank(rank), boundary, intact, digest)
+        reports[Rank(rank)] = SeatReport(Rank(rank), boundary, intact, digests)
     return seats, reports
 
 
@@ -64,27 +64,29 @@ def quiesced(draw):
 @given(quiesced())
 def test_only_intact_ranks_of_a_strict_majority_win(case):
     _, reports = case
-    verdict = roster.judge(reports)
+    verdict = roster.judge(reports, len(reports))
     if verdict.problem:
-        assert verdict.winners == ()
+        assert verdict.winners == {}
         return
+    (winners,) = verdict.winners.values()
     holders = [r for r in reports.values() if r.intact and r.boundary == verdict.boundary]
-    assert all(reports[rank].intact for rank in verdict.winners)
-    assert 2 * len(verdict.winners) > len(holders)
-    assert {*verdict.winners, *verdict.corrupt} == {r.rank for r in holders}
+    assert all(reports[rank].intact for rank in winners)
+    assert 2 * len(winners) > len(holders)
+    assert {*winners, *verdict.corrupt} == {r.rank for r in holders}
 
 
 @settings(deadline=None)
 @given(quiesced())
 def test_everybody_who_did_not_win_receives_from_winners_only(case):
     seats, reports = case
-    verdict = roster.judge(reports)
+    verdict = roster.judge(reports, len(reports))
     if verdict.problem:
         return
+    (winners,) = verdict.winners.values()
     moves = roster.moves(verdict, reports, seats, {})
-    assert {move.target for move in moves} == set(reports) - set(verdict.winners)
+    assert {move.target for move in moves} == set(reports) - set(winners)
     for move in moves:
-        assert set(move.sources) <= set(verdict.winners)
+        assert set(move.sources) <= set(winners)
         assert 1 <= len(move.sources) <= roster.SOURCES_PER_MOVE_MAX
         assert len(set(move.sources)) == len(move.sources)
 
@@ -94,10 +96,11 @@ def test_everybody_who_did_not_win_receives_from_winners_only(case):
 def test_the_last_home_of_a_boundary_is_never_received_into_in_place(case):
     """An older whole state is overwritten only when two nodes hold the newer one."""
     seats, reports = case
-    verdict = roster.judge(reports)
+    verdict = roster.judge(reports, len(reports))
     if verdict.problem:
         return
-    homes = {seats[rank].node for rank in verdict.winners}
+    (winners,) = verdict.winners.values()
+    homes = {seats[rank].node for rank in winners}
     moves = roster.moves(verdict, reports, seats, {})
     elsewhere = {seats[move.target].node for move in moves} - homes
     for wave in (0, 1):
@@ -113,12 +116,13 @@ def test_the_last_home_of_a_boundary_is_never_received_into_in_place(case):
 @given(quiesced(), st.sets(st.integers(0, 11)))
 def test_suspected_sources_are_used_only_when_no_other_is_left_and_then_alone(case, suspected):
     seats, reports = case
-    verdict = roster.judge(reports)
+    verdict = roster.judge(reports, len(reports))
     if verdict.problem:
         return
     suspicion = {Rank(rank): 1 for rank in suspected}
     for move in roster.moves(verdict, reports, seats, suspicion):
-        if set(verdict.winners) - suspected:
+        (winners,) = verdict.winners.values()
+        if set(winners) - suspected:
             assert not set(move.sources) & suspected
         else:
             assert len(move.sources) == 1
@@ -126,18 +130,18 @@ def test_suspected_sources_are_used_only_when_no_other_is_left_and_then_alone(ca
 
 def test_a_tie_has_no_winner():
     reports = {
-        Rank(0): SeatReport(Rank(0), 9, True, "a"),
-        Rank(1): SeatReport(Rank(1), 9, True, "b"),
+        Rank(0): SeatReport(Rank(0), 9, True, {"0-1": "a"}),
+        Rank(1): SeatReport(Rank(1), 9, True, {"0-1": "b"}),
     }
-    assert roster.judge(reports).problem
+    assert roster.judge(reports, 2).problem
 
 
 def test_a_single_holder_wins():
     reports = {
-        Rank(0): SeatReport(Rank(0), 9, True, "a"),
-        Rank(1): SeatReport(Rank(1), 8, True, "b"),
+        Rank(0): SeatReport(Rank(0), 9, True, {"0-1": "a"}),
+        Rank(1): SeatReport(Rank(1), 8, True, {"0-1": "b"}),
     }
-    assert roster.judge(reports).winners == (0,)
+    assert roster.judge(reports, 2).winners == {"0-1": (0,)}
 
 
 def test_a_node_that_lost_its_memory_is_no_home():

@@ -18,7 +18,7 @@ from keepstep.model import (
     Sign,
     Term,
 )
-from keepstep.orchestrator import brain, events, placing, policy, slots, state, view
+from keepstep.orchestrator import brain, events, placing, policy, portions, slots, state, view
 from keepstep.orchestrator.state import Cause, Death, Taint
 
 JOB = JobId("train")
@@ -41,9 +41,10 @@ def running(nodes: int = 3, spare_count: int = 1, extra: int = 1) -> state.Clust
 
 def report(cluster: state.Cluster, phase: Phase, at: int, now: float = 1.0) -> None:
     job = cluster.jobs[JOB]
+    world = portions.of_all(len(job.roster.seats))
     for seat in job.roster.seats:
         seat_report = wire.SeatReport(
-            seat.rank, at, True, f"d{at}", (at,), step=at, step_seconds=3.0
+            seat.rank, at, True, {world: f"d{at}"}, entries=(at,), step=at, step_seconds=3.0
         )
         brain.step(
             cluster, wire.PhaseReport(seat.node, JOB, job.generation, phase, (seat_report,)), now
@@ -346,6 +347,7 @@ def test_nobody_meets_if_all_ranks_have_made_the_same_groups():
         cluster = running()
         brain.step(cluster, death(cluster, 1), 2.0)
         job = cluster.jobs[JOB]
+        world = portions.of_all(len(job.roster.seats))
         decisions = []
         for seat in job.roster.seats:
             fresh = seat.rank in job.migration.fresh
@@ -353,7 +355,7 @@ def test_nobody_meets_if_all_ranks_have_made_the_same_groups():
             told_here = (
                 wire.SeatReport(seat.rank, groups=groups)
                 if fresh
-                else wire.SeatReport(seat.rank, 5, True, "d5", (5,), groups=groups)
+                else wire.SeatReport(seat.rank, 5, True, {world: "d5"}, entries=(5,), groups=groups)
             )
             whole = wire.PhaseReport(seat.node, JOB, job.generation, Phase.QUIESCE, (told_here,))
             decisions.append(brain.step(cluster, whole, 3.0))

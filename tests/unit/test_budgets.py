@@ -41,7 +41,8 @@ def report(
         seat = job.roster.seats[rank]
         pace = step_seconds[rank % len(step_seconds)] if step_seconds else 0.0
         full = wire.SeatReport(
-            seat.rank, 5, True, "d", (5,), 8000, step=5, step_seconds=pace,
+            seat.rank, 5, True, {"0-2": "d"}, entries=(5,), state_bytes=8000, step=5,
+            step_seconds=pace,
             moved_bytes=moved[0], moved_seconds=moved[1],
         )  # fmt: skip
         said = wire.SeatReport(seat.rank) if rank in fresh else full

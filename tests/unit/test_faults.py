@@ -10,6 +10,8 @@ from keepstep.chaos import report
 from keepstep.chaos.campaign import Plan, Record
 from keepstep.chaos.faults import (
     CATALOGUE,
+    MIRROR_WINDOW,
+    NOT_SHARDED,
     Mix,
     Outcome,
     choose_cells,
@@ -51,6 +53,33 @@ def test_every_cell_has_an_expected_outcome_and_a_way_to_strike(tmp_path):
         assert cell.expected is not Outcome.STUCK
         assert cell.kind in injector._kinds, cell.name
     assert len({cell.name for cell in CATALOGUE}) == len(CATALOGUE)
+
+
+def test_sharded_campaigns_strike_around_the_vote_and_never_both_holders_of_a_shard():
+    cells = choose_cells(Mix.UNPLANNED, (), network=True, parallel="hsdp")
+    assert {"vote", "voted"} <= {cell.window for cell in cells if cell.kind == "sigkill"}
+    assert not NOT_SHARDED & {cell.kind for cell in cells}
+    assert not {"vote", "voted"} & {cell.window for cell in UNPLANNED}
+    for fault in schedule(cells, 300, 7, 4, parallel="hsdp"):
+        assert fault.other not in (fault.rank, (fault.rank + 2) % 4), fault
+    with pytest.raises(ConfigError, match="corrupt_source"):
+        choose_cells(Mix.UNPLANNED, ("corrupt_source",), network=True, parallel="hsdp")
+
+
+def test_full_shard_campaigns_strike_before_the_mirror_and_never_two_neighbours():
+    cells = choose_cells(Mix.ALL, (), network=True, parallel="fsdp")
+    assert {cell.kind for cell in cells if cell.window == MIRROR_WINDOW} >= {"sigkill", "sigstop"}
+    for fault in schedule(cells, 300, 7, 4, parallel="fsdp"):
+        assert (fault.other - fault.rank) % 4 == 2
+    others = choose_cells(Mix.ALL, (), network=True, parallel="tp")
+    assert not [cell for cell in others if cell.window == MIRROR_WINDOW]
+
+
+def test_a_sharded_world_is_a_mesh_of_two_replicas():
+    with pytest.raises(ConfigError, match="--world"):
+        Plan(world=3, nodes=3, parallel="hsdp")
+    assert Plan(parallel="tp").sharded
+    assert not Plan().sharded
 
 
 def test_unplanned_faults_end_live_or_unnoticed():

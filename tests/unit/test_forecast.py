@@ -31,7 +31,14 @@ def running(policy: Policy | None = None, *, extra: int = 1) -> state.Cluster:
     assert job.roster is not None
     for seat in job.roster.seats:
         said = wire.SeatReport(
-            seat.rank, 5, True, "d", (5,), 1_500_000_000, step=5, step_seconds=0.8
+            seat.rank,
+            5,
+            True,
+            {"0-5": "d"},
+            entries=(5,),
+            state_bytes=1_500_000_000,
+            step=5,
+            step_seconds=0.8,
         )
         told = wire.PhaseReport(seat.node, JOB, job.generation, Phase.RESUME, (said,))
         brain.step(cluster, told, 1.0)

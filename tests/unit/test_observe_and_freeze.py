@@ -28,7 +28,9 @@ def report(cluster: state.Cluster, phase: Phase, now: float) -> list[wire.Order]
     fresh = dict(job.migration.fresh) if job.migration else {}
     orders: list[wire.Order] = []
     for seat in job.roster.seats:
-        full = wire.SeatReport(seat.rank, 5, True, "d", (5,), step=5, step_seconds=0.1)
+        full = wire.SeatReport(
+            seat.rank, 5, True, {"0-2": "d"}, entries=(5,), step=5, step_seconds=0.1
+        )
         said = wire.SeatReport(seat.rank) if seat.rank in fresh else full
         told = wire.PhaseReport(seat.node, JOB, job.generation, phase, (said,))
         orders += brain.step(cluster, told, now).orders

@@ -32,6 +32,8 @@ def test_launches_of_an_older_generation_do_not_count(tmp_path: Path) -> None:
     page.count_launches_from_here()
     page.memory[at : at + 8] = (1003).to_bytes(8, "little")
     assert page.read().launched == 3
+    page.count_vote()
+    assert page.read().launched == 4
 
 
 def test_the_agent_lends_the_journal_head_to_the_step_log(tmp_path: Path) -> None:

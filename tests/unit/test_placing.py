@@ -28,7 +28,7 @@ def cluster_of(nodes: int, slots: int, per_rack: int, spec: JobSpec) -> state.Cl
             JOB,
             cluster.jobs[JOB].generation,
             Phase.RESUME,
-            (wire.SeatReport(seat.rank, 1, True, "d", (1,), step=1),),
+            (wire.SeatReport(seat.rank, 1, True, entries=(1,), step=1),),
         )
         cluster = brain.step(cluster, report, 2.0).cluster
     assert cluster.jobs[JOB].state == "running"

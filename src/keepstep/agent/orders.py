@@ -6,6 +6,7 @@
     Agree                      passed on to the job's local workers
     Quiesce Reform Resume Save forwarded to them, once per connection; repeated, they bring the
                                standing reports again
+    Apply                      the same, for the ranks that it names
     Stop                       the job's processes end, by themselves or by force
 
 Orders of an older generation than the job's newest are refused, except those that name their
@@ -99,7 +100,7 @@ class Orders:
                 # come is none to refuse others for.
                 self._agree[order.job] = order
                 self._pass_on(order)
-            case wire.Quiesce() | wire.Reform() | wire.Resume() | wire.Save():
+            case wire.Quiesce() | wire.Apply() | wire.Reform() | wire.Resume() | wire.Save():
                 self._forward(order)
             case wire.Stop():
                 if known is not None:
@@ -122,6 +123,8 @@ class Orders:
                 known = hello.rank >= 0 and hello.generation >= order.generation
                 if known or (seat.rank, seat.incarnation) != mine:
                     continue
+            if not _is_for(order, worker):
+                continue
             link.send(order)
 
     # ------------------------------------------------------------ starting
@@ -330,7 +333,7 @@ class Orders:
     def _pass_on(self, order: wire.Order) -> None:
         for worker in self._hands.workers.seated(order.job):
             link = self._hands.links.find(worker.record.pid)
-            if link is not None:
+            if link is not None and _is_for(order, worker):
                 link.send(order)
 
     def leaves(self, worker: Worker) -> bool:
@@ -415,3 +418,9 @@ class Orders:
                 detail=detail,
             )
         )
+
+
+def _is_for(order: wire.Order, worker: Worker) -> bool:
+    """Most orders are for all workers of a job; an update is made by those who are named."""
+    named = order.action.ranks if isinstance(order.action, wire.Apply) else None
+    return named is None or worker.record.rank in named

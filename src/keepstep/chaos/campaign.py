@@ -28,6 +28,7 @@ from keepstep.chaos import proof, report
 from keepstep.chaos.aftermath import UNTOUCHED_SECONDS, Aftermath, is_tainted, user_error
 from keepstep.chaos.faults import (
     LOAN,
+    PARALLEL,
     TELLING,
     Cell,
     Fault,
@@ -73,6 +74,7 @@ class Plan:
     mix: Mix = Mix.UNPLANNED
     kinds: tuple[str, ...] = ()
     sabotage: str = ""
+    parallel: str = "ddp"
     out: Path | None = None
     run_dir: Path | None = None
 
@@ -85,6 +87,14 @@ class Plan:
             raise ConfigError("--faults must be at least 1")
         if self.sabotage and self.sabotage not in sabotage.NAMES:
             raise ConfigError(f"--sabotage knows: {', '.join(sabotage.NAMES)}")
+        if self.parallel not in PARALLEL:
+            raise ConfigError(f"--parallel knows: {', '.join(PARALLEL)}")
+        if self.sharded and (self.world < 4 or self.world % 2):
+            raise ConfigError("a sharded job takes a world of 4, 6, 8 … ranks: --world")
+
+    @property
+    def sharded(self) -> bool:
+        return self.parallel != "ddp"
 
     @property
     def slots(self) -> int:
@@ -123,8 +133,8 @@ def run(plan: Plan) -> int:
     """The whole campaign. Returns the exit code."""
     use_network = not networks.available()
     kinds = plan.kinds or TELLING.get(plan.sabotage, ())
-    cells = choose_cells(plan.mix, kinds, network=use_network)
-    faults = schedule(cells, plan.faults, plan.seed, plan.world)
+    cells = choose_cells(plan.mix, kinds, network=use_network, parallel=plan.parallel)
+    faults = schedule(cells, plan.faults, plan.seed, plan.world, parallel=plan.parallel)
     report.say(f"seed {plan.seed}: {plan.faults} faults from {len(cells)} cells, mix {plan.mix}")
     if not use_network:
         report.say(f"silent kinds are left out: {networks.available()}")
@@ -226,7 +236,8 @@ class Campaign:
 
     def _arguments(self) -> list[str]:
         save_every = SAVE_EVERY.get(self.plan.mix, 0)
-        return ["--steps", "10000000", "--save-every", str(save_every)]
+        shape = ["--parallel", self.plan.parallel]
+        return ["--steps", "10000000", "--save-every", str(save_every), *shape]
 
     def _spec(self) -> JobSpec:
         hold = HOLD_SECONDS_MAX if self.plan.mix is Mix.HOLD else 600.0
@@ -475,7 +486,7 @@ class Campaign:
         if trouble:
             return report.Verdict(False, log, (trouble,), steps)
         report.say(f"fault-free run of {steps} steps, without Keepstep …")
-        arguments = ["--steps", str(steps)]
+        arguments = ["--steps", str(steps), "--parallel", self.plan.parallel]
         seconds = proof.reference_run(
             self.plan.world, arguments, self.run_dir / "reference", self.run_dir / "logs"
         )

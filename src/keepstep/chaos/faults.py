@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from keepstep.errors import ConfigError
@@ -52,6 +52,13 @@ class Mix(StrEnum):
 STEP_WINDOWS = ("forward", "backward", "allreduce", "optimizer", "updated")
 RECOVERY_WINDOWS = ("quiesce", "reform", "transfer", "verify", "resume")
 RANDOM = "random"
+VOTE_WINDOWS = ("vote", "voted")
+"""Before the vote of a sharded job, and past it with the update not begun."""
+MIRROR_WINDOW = "mirror"
+"""Before a full-shard rank writes ahead what its update will need."""
+PARALLEL = ("ddp", "hsdp", "tp", "fsdp")
+"""How the job's model is spread. hsdp and tp are a mesh of 2 x half the world: each piece of state
+has two holders, half the world apart. In fsdp it has one, and a mirror on the next rank."""
 LOAN = "park"
 """The kind that needs a second job, whose devices are borrowed."""
 
@@ -68,6 +75,8 @@ class Cell:
     needs_network: bool = False
     """Only where nodes are network namespaces."""
     mix: Mix = Mix.UNPLANNED
+    parallel: tuple[str, ...] = PARALLEL
+    """Only where the model is spread like this."""
 
     @property
     def name(self) -> str:
@@ -88,13 +97,14 @@ class Fault:
 
 
 def _cells(kind: str, windows: Iterable[str], cell: Cell = Cell("", "")) -> list[Cell]:
-    return [
-        Cell(kind, window, cell.expected, cell.spares, cell.needs_network, cell.mix)
-        for window in windows
-    ]
+    return [replace(cell, kind=kind, window=window) for window in windows]
 
 
 _TWO = Cell("", "", spares=2)
+_SHARDED = ("hsdp", "tp", "fsdp")
+_VOTE = Cell("", "", parallel=_SHARDED)
+_VOTE_TWO = Cell("", "", spares=2, parallel=_SHARDED)
+_MIRROR = Cell("", "", parallel=("fsdp",))
 _SILENT = Cell("", "", needs_network=True)
 _QUIET = Cell("", "", Outcome.UNTOUCHED, spares=0)
 _HOLD = Cell("", "", Outcome.HELD, spares=2, mix=Mix.HOLD)
@@ -132,6 +142,15 @@ CATALOGUE: tuple[Cell, ...] = (
     *_cells("returning_fenced", ("save",)),
     *_cells("corrupt_source", ("updated",)),
     *_cells("exception", ("forward", "backward")),
+    *_cells("sigkill", VOTE_WINDOWS, _VOTE),
+    *_cells("sigstop", VOTE_WINDOWS, _VOTE),
+    *_cells("node_loss", VOTE_WINDOWS, _VOTE),
+    *_cells("rank0", VOTE_WINDOWS, _VOTE),
+    *_cells("two_ranks", VOTE_WINDOWS, _VOTE_TWO),
+    *_cells("sigkill", (MIRROR_WINDOW,), _MIRROR),
+    *_cells("sigstop", (MIRROR_WINDOW,), _MIRROR),
+    *_cells("node_loss", (MIRROR_WINDOW,), _MIRROR),
+    *_cells("rank0", (MIRROR_WINDOW,), _MIRROR),
     *_cells("migrate", (RANDOM,), _MOVE),
     *_cells("migrate_two", (RANDOM,), _MOVE_TWO),
     *_cells("drain", (RANDOM,), _MOVE),
@@ -164,20 +183,42 @@ TELLING: dict[str, tuple[str, ...]] = {
     "fence": ("returning_fenced",),
     "digest": ("corrupt_source",),
     "reset": ("sigkill", "rank0"),
+    "fsdp-reset": ("sigkill", "rank0"),
+    "vote": ("sigkill", "node_loss"),
+    "mirror": ("sigkill", "node_loss"),
 }
 """The kinds that must notice when a protection is switched off."""
 
 
-def choose_cells(mix: Mix, kinds: Sequence[str], *, network: bool) -> tuple[Cell, ...]:
+NOT_SHARDED = frozenset(
+    {
+        # Needs three holders: with two, nobody can tell which of them is wrong.
+        "corrupt_source",
+        # Takes two nodes that are no mirror of each other: in a small mesh, both of a shard.
+        "rack",
+        # An update on one rank alone: what the vote rules out.
+        "silent_after_allreduce",
+        # Two jobs; what is lent is the same whatever runs there.
+        LOAN,
+    }
+)
+"""Kinds that mean nothing, or an honest fallback, where each shard has two holders."""
+
+
+def choose_cells(
+    mix: Mix, kinds: Sequence[str], *, network: bool, parallel: str = "ddp"
+) -> tuple[Cell, ...]:
     """The cells that a campaign draws from. Raises ConfigError, which says the fix."""
     mixes = (Mix.UNPLANNED, Mix.PLANNED) if mix is Mix.ALL else (mix,)
-    known = {cell.kind for cell in CATALOGUE if cell.mix in mixes}
+    unfit = NOT_SHARDED if parallel != "ddp" else frozenset()
+    catalogue = [c for c in CATALOGUE if parallel in c.parallel and c.kind not in unfit]
+    known = {cell.kind for cell in catalogue if cell.mix in mixes}
     for kind in kinds:
         if kind not in known:
             raise ConfigError(
                 f"no fault of --mix {mix} is called {kind!r}; known are: {', '.join(sorted(known))}"
             )
-    cells = [c for c in CATALOGUE if c.mix in mixes and (not kinds or c.kind in kinds)]
+    cells = [c for c in catalogue if c.mix in mixes and (not kinds or c.kind in kinds)]
     silent = sorted({cell.kind for cell in cells if cell.needs_network})
     if silent and kinds and not network:
         raise ConfigError(
@@ -187,7 +228,9 @@ def choose_cells(mix: Mix, kinds: Sequence[str], *, network: bool) -> tuple[Cell
     return tuple(cell for cell in cells if network or not cell.needs_network)
 
 
-def schedule(cells: Sequence[Cell], faults: int, seed: int, world: int) -> tuple[Fault, ...]:
+def schedule(
+    cells: Sequence[Cell], faults: int, seed: int, world: int, *, parallel: str = "ddp"
+) -> tuple[Fault, ...]:
     """The faults of a campaign, in order."""
     if not cells:
         raise ConfigError("no kind of fault is left to draw from")
@@ -195,7 +238,8 @@ def schedule(cells: Sequence[Cell], faults: int, seed: int, world: int) -> tuple
     chosen: list[Cell] = []
     while len(chosen) < faults:
         chosen += _one_round(cells, chance)
-    return tuple(_aim(n, cell, seed, world) for n, cell in enumerate(chosen[:faults]))
+    aimed = (_aim(n, cell, seed, world) for n, cell in enumerate(chosen[:faults]))
+    return tuple(_spare_the_other_home(fault, world, parallel) for fault in aimed)
 
 
 def _one_round(cells: Sequence[Cell], chance: random.Random) -> list[Cell]:
@@ -223,6 +267,17 @@ def _aim(number: int, cell: Cell, seed: int, world: int) -> Fault:
     rank = 0 if cell.kind.startswith("rank0") else chance.randrange(world)
     other = (rank + chance.randrange(1, world)) % world if world > 1 else rank
     return Fault(number, cell, rank, other, round(chance.uniform(0.0, 0.25), 3))
+
+
+def _spare_the_other_home(fault: Fault, world: int, parallel: str) -> Fault:
+    """A second victim is never the other home of the first one's shard: that is a fallback."""
+    across = (fault.rank + world // 2) % world
+    if parallel == "fsdp":
+        # Neighbours are each other's mirrors; across the world nobody is.
+        return replace(fault, other=across)
+    if parallel != "ddp" and fault.other == across:
+        return replace(fault, other=(fault.other + 1) % world)
+    return fault
 
 
 def matrix(cells: Iterable[Cell], struck: Iterable[Cell]) -> dict[str, dict[str, int]]:

@@ -3,10 +3,11 @@
     python -m keepstep.chaos.simulate --seeds 500
 
 One seed is one job on a small cluster under a handful of faults; every third seed is several jobs
-that compete for it. Streams drop and come back (what was in flight is lost, late or doubled),
-workers, agents, nodes, racks and the orchestrator die, spares run out, disks are full, user code
-raises. After every step the invariants are checked; a restart of the orchestrator replays snapshot
-and journal and must arrive at the very same state. A failure names its seed.
+that compete for it, and in every fifth the first job's state is sharded. Streams drop and come back
+(what was in flight is lost, late or doubled), workers, agents, nodes, racks and the orchestrator
+die, spares run out, disks are full, user code raises. After every step the invariants are checked;
+a restart of the orchestrator replays snapshot and journal and must arrive at the very same state. A
+failure names its seed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from keepstep.chaos.simulated import Agent, Worker
 from keepstep.chaos.simulated_checks import Referee, Violation, ghosts
 from keepstep.chaos.simulated_faults import Faults
 from keepstep.chaos.simulated_group import Group
-from keepstep.chaos.simulated_setting import POLICY, TRAIN, one_job, several_jobs
+from keepstep.chaos.simulated_setting import (
+    POLICY,
+    TRAIN,
+    Setting,
+    one_job,
+    several_jobs,
+    sharded,
+)
 from keepstep.model import JobId, JobSpec, JobState, NodeId, Term
 from keepstep.orchestrator import brain, events, nodes, policy, state
 from keepstep.orchestrator.liveness import Witness
@@ -61,6 +69,9 @@ class Result:
     reclaimed: int = 0
     """Times that a borrower was parked in turn."""
     homecomings: int = 0
+    sharded: bool = False
+    caught_up: int = 0
+    """Times that ranks made an update after others, because they were told to."""
 
 
 @dataclass(slots=True)
@@ -84,6 +95,7 @@ class Summary:
             f"silence:   {self._sum('vouched')} times vouched for",
             f"planned:   {self._sum('moves')} moves made, {self._sum('homecomings')} went home",
             f"lending:   {self._sum('loans')} loans, {self._sum('reclaimed')} reclaimed",
+            f"sharded:   {self._sum('sharded')} seeds, {self._sum('caught_up')} times caught up",
             f"{len(self.results)} seeds, all invariants held, {self.seconds:.1f} s of CPU",
         ]
 
@@ -122,9 +134,10 @@ class Simulation(Faults):
         """Jobs that are to be submitted, for the first time or again."""
         self._done = False
         self._changed_at = self._now
-        self.setting = (several_jobs if seed % 3 == 2 else one_job)(self.random)
+        self.setting = _setting(seed, self.random)
+        shards = {self.setting.specs[0].job: self.setting.shards}
         self._groups = {
-            spec.job: Group(self, spec.job, spec.world_size, steps)
+            spec.job: Group(self, spec.job, spec.world_size, steps, shards.get(spec.job, ()))
             for spec, steps in zip(self.setting.specs, self.setting.steps, strict=True)
         }
         for i, plan in enumerate(self.setting.nodes):
@@ -394,10 +407,18 @@ class Simulation(Faults):
             len(self.cluster.loans),
             self._count("has lent it devices"),
             self._count("go home): warming"),
+            bool(self.setting.shards),
+            self._count("others have made the update"),
         )
 
     def _count(self, words: str) -> int:
         return sum(words in line for line in self.story)
+
+
+def _setting(seed: int, draw: Random) -> Setting:
+    wide = seed % 5 == 1
+    setting = (several_jobs if seed % 3 == 2 else one_job)(draw, wide=wide)
+    return sharded(draw, setting) if wide else setting
 
 
 def run_seed(seed: int, planned_moves: bool | None = None) -> Result:

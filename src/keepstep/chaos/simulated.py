@@ -1,16 +1,18 @@
 """Simulated nodes, agents and workers: a plain model of the worker protocol, for the simulator.
 
-A worker has a boundary, a shared state (one number that all replicas agree on) and private entries
-that live in two nodes' memory. Training is one synchronous collective per step; what it cannot do
-with a dead, stopped or cut-off member is the whole point. Nothing here decides anything: agents
-carry out orders and tell what they see.
+A worker has a boundary, state in portions (of each one number, that all its holders agree on) and
+private entries that live in two nodes' memory. Training is one synchronous collective per step, and
+where the state is sharded a vote before the update; what they cannot do with a dead, stopped or
+cut-off member is the whole point. Nothing here decides anything: agents carry out orders and tell
+what they see.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
@@ -27,6 +29,7 @@ from keepstep.model import (
 )
 from keepstep.wire import (
     Agree,
+    Apply,
     Assign,
     DropStandby,
     Fence,
@@ -65,7 +68,9 @@ class Collectives(Protocol):
 
     base: int
 
+    def held(self, rank: Rank) -> tuple[str, ...]: ...
     def launch(self, worker: Worker) -> None: ...
+    def catch_up(self, worker: Worker, action: Apply) -> None: ...
     def reform(self, worker: Worker, action: Reform) -> None: ...
     def save(self, worker: Worker, action: Save) -> str: ...
     def die(self, worker: Worker, sign: Sign, exit_code: int, detail: str = "") -> None: ...
@@ -97,8 +102,10 @@ class Worker:
     alive: bool = True
     stopped: bool = False
     boundary: int = -1
-    state: int = 0
-    """The shared state: a function of the boundary, unless something went wrong."""
+    state: dict[str, int] = field(default_factory=dict)
+    """By portion: a function of the boundary, unless something went wrong."""
+    ready: bool = False
+    """It has voted for the update of its step, and not made it."""
     intact: bool = False
     launched: int = 0
     moved_at: float = 0.0
@@ -126,9 +133,9 @@ class StandbySlot:
     serial: int = 0
 
 
-def state_at(boundary: int) -> int:
-    """What every replica must hold at a boundary."""
-    return boundary * 1_000_003 + 17
+def state_at(portions: tuple[str, ...], boundary: int) -> dict[str, int]:
+    """What every holder of these portions must hold at a boundary."""
+    return {name: boundary * 1_000_003 + zlib.crc32(name.encode()) for name in portions}
 
 
 def digest_of(state: int) -> str:
@@ -207,7 +214,9 @@ class Agent:
             worker.rank,
             worker.boundary,
             worker.intact,
-            digest_of(worker.state) if worker.boundary >= 0 else "",
+            {name: digest_of(value) for name, value in worker.state.items()},
+            worker.ready and phase is Phase.QUIESCE,
+            self.world.group(worker.job).held(worker.rank) if phase is Phase.RESUME else (),
             tuple(sorted(self.ring(worker.job, worker.rank))),
             state_bytes=1000,
             step=worker.boundary,
@@ -275,6 +284,12 @@ class Agent:
                         worker.stop_at = (at, order.generation)
                     else:
                         self.quiesce(worker, order.generation)
+            case Apply(ranks=ranks):
+                for worker in self._of(order.job):
+                    here = worker.generation == order.generation and worker.mode == "quiesced"
+                    stays = worker.leaves_in != order.generation
+                    if here and stays and worker.rank in ranks:
+                        self.world.group(worker.job).catch_up(worker, order.action)
             case Reform(membership=membership):
                 for worker in self._of(order.job):
                     worker.stride = membership.mirror_stride
@@ -282,10 +297,10 @@ class Agent:
                     here = worker.generation == order.generation and worker.mode == "quiesced"
                     if here and stays:
                         self.world.group(worker.job).reform(worker, order.action)
-            case Resume():
+            case Resume(boundary=boundary):
                 for worker in self._of(order.job):
                     if worker.generation == order.generation and worker.mode == "ready":
-                        self._resume(worker)
+                        self._resume(worker, boundary)
             case Save():
                 self._save(order, order.action)
             case Stop(exit_code=exit_code):
@@ -320,7 +335,8 @@ class Agent:
 
         def begin() -> None:
             if worker.alive and worker.mode == "starting" and self.up:
-                worker.boundary, worker.state, worker.intact = start, state_at(start), True
+                held = self.world.group(worker.job).held(worker.rank)
+                worker.boundary, worker.state, worker.intact = start, state_at(held, start), True
                 worker.first_step = start
                 self.world.group(worker.job).base = start
                 worker.mode = "training"
@@ -411,7 +427,10 @@ class Agent:
         worker.mode, worker.broken = "broken", False
         self.world.later(self.world.random.uniform(0.005, 0.1), quiet)
 
-    def _resume(self, worker: Worker) -> None:
+    def _resume(self, worker: Worker, boundary: int) -> None:
+        held = self.world.group(worker.job).held(worker.rank)
+        assert worker.boundary == boundary, f"{worker.seat} resumes at another boundary"
+        assert worker.state == state_at(held, boundary), f"{worker.seat} resumes with wrong state"
         worker.mode = "training"
         worker.first_step = worker.boundary
         worker.launched = 0
@@ -425,7 +444,7 @@ class Agent:
                 self.tell(worker.last)
             elif worker.mode == "quiesced":
                 problem = self.world.group(worker.job).save(worker, action)
-                if worker.rank == action.writer and not problem:
+                if worker.rank == action.writers[min(action.writers)] and not problem:
                     self._publish(worker, action)
                 worker.mode = "saved"
                 self.report(worker, Phase.SAVE, problem)

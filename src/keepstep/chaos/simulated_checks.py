@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from keepstep.chaos.simulated import Agent, state_at
+from keepstep.chaos.simulated import Agent, Worker, digest_of, state_at
 from keepstep.chaos.simulated_group import Group
 from keepstep.model import Generation, JobId, JobState, NodeId, Phase, Rank, SameDomain, Seat, Unit
 from keepstep.orchestrator import seating, slots
@@ -77,6 +77,7 @@ class Referee:
             self._check_steps(job, account, said)
             self._check_loan(job, account)
             if said:
+                self._check_plan(job)
                 self._check_words(job, account, said)
             if not job.state.over:
                 _check_owners(cluster, job, owners)
@@ -129,7 +130,7 @@ class Referee:
             for worker in agent.workers
             if worker.job == name and worker.alive and not worker.stopped and worker.intact
             if worker.mode != "leaving" and not worker.lies
-            if worker.state == state_at(worker.boundary) and worker.boundary > group.committed
+            if group.right(worker) and worker.boundary + worker.ready > group.committed
         ]
         lost = re.search(r"no private state of rank (\d+) at boundary (\d+)", why)
         if lost is not None:
@@ -138,7 +139,28 @@ class Referee:
             if homes:
                 raise Violation(f"fallback, but {homes} hold the private state of rank {rank}")
         elif whole and "tie" not in why and "lost with those who made them" not in why:
-            raise Violation(f"fallback, but rank {whole[0].rank} holds whole state")
+            self._judge_loss(group, whole)
+
+    def _judge_loss(self, group: Group, whole: Sequence[Worker]) -> None:
+        """Some portion is with nobody at the newest boundary, nor with one who can come to it."""
+        newest = max(worker.boundary for worker in whole)
+        there = {
+            name
+            for worker in whole
+            if worker.boundary == newest or (worker.ready and worker.boundary == newest - 1)
+            for name in group.held(worker.rank)
+        }
+        if there.issuperset(group.portions()):
+            raise Violation(f"fallback, but {sorted(w.rank for w in whole)} hold all state")
+
+    def _check_plan(self, job: Job) -> None:
+        """Who resumes does so with all portions, and each is what it should be at the boundary."""
+        moving, group = job.migration, self.arena.group(job.spec.job)
+        if moving is None or moving.phase is not Phase.RESUME or moving.plan is None:
+            return
+        right = state_at(tuple(group.portions()), moving.plan.boundary)
+        if moving.plan.digests != {name: digest_of(value) for name, value in right.items()}:
+            raise Violation(f"{job.spec.job} resumes with {moving.plan.digests}")
 
     def _check_loan(self, job: Job, account: Account) -> None:
         """Who is parked holds nothing; whoever goes on has its loan closed."""
@@ -181,9 +203,10 @@ class Referee:
         if job.migration is None or job.roster is None:
             return
         doomed = {*job.migration.fences, *job.migration.gone}
-        held = self._holders(job)
-        if held and not held - {job.roster.seats[rank] for rank in doomed}:
-            raise Violation(f"nobody who holds state is left: {line}")
+        seats = {job.roster.seats[rank] for rank in doomed}
+        for name, held in self._holders(job).items():
+            if held and not held - seats:
+                raise Violation(f"nobody who holds {name} is left: {line}")
 
     def _check_need(self, lender: Job) -> None:
         """Nobody is parked while the borrower has room without it."""
@@ -210,20 +233,25 @@ class Referee:
             doomed = {*order.action.seats}
             if job.roster is not None:
                 doomed |= {job.roster.seats[rank] for rank in (*moving.fences, *moving.gone)}
-            held = self._holders(job)
-            if not held.isdisjoint(order.action.seats) and not held - doomed:
-                raise Violation(f"{order.order_id} kills the last who hold state: {held}")
+            for name, held in self._holders(job).items():
+                if not held.isdisjoint(order.action.seats) and not held - doomed:
+                    raise Violation(f"{order.order_id} kills the last who hold {name}: {held}")
 
-    def _holders(self, job: Job) -> set[Seat]:
-        """Seats with a worker whose state is whole, as far as anybody could know."""
+    def _holders(self, job: Job) -> dict[str, set[Seat]]:
+        """By portion: seats with a worker whose state is whole, as far as anybody could know."""
         mine = {*(job.roster.seats if job.roster else ()), *seating.waiting(job)}
-        return {
-            worker.seat
-            for agent in self.arena.agents()
-            for worker in agent.workers
-            if worker.job == job.spec.job and worker.alive and worker.intact and agent.up
-            if worker.boundary >= 0 and not worker.stopped and worker.seat in mine
-        }
+        group = self.arena.group(job.spec.job)
+        found: dict[str, set[Seat]] = {}
+        for agent in self.arena.agents():
+            for worker in agent.workers if agent.up else ():
+                whole = worker.alive and worker.intact and worker.boundary >= 0
+                if worker.job != job.spec.job or not whole or worker.stopped:
+                    continue
+                # Before anybody said what it holds there is no step yet that could be lost.
+                names = group.held(worker.rank) if job.begun else group.held(worker.rank)[-1:]
+                for name in names if worker.seat in mine else ():
+                    found.setdefault(name, set()).add(worker.seat)
+        return found
 
     def _check_reclaim(self, borrower: Job) -> None:
         """A borrower is parked only if a lender fits then."""

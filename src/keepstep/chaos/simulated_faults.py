@@ -329,7 +329,10 @@ class Faults:
         # then: of a rank that is corrupt and alone nobody could tell.
         self.calm = worker
         self.calm_generation = worker.generation
-        worker.state = -7
+        held = group.held(worker.rank)
+        # Of a shard's two holders one may be about to raise: then nobody could tell.
+        portion = self.random.choice(held) if len(held) > 1 and not group.raise_at else held[-1]
+        worker.state = {**worker.state, portion: -7}
         worker.mode = "broken"
         group.waiting.get(worker.generation, {}).pop(worker.rank, None)
         group.notice(worker.generation)

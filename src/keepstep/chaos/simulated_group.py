@@ -1,12 +1,21 @@
-"""Simulated collectives: the steps of a job, their end, and the moving of state in waves."""
+"""Simulated collectives: the steps of a job, their end, and the moving of state in waves.
+
+    plain     launch -> all are there -> update
+    sharded   launch -> all are there -> gradients complete -> all have voted -> update
+
+A rank that dies or hears of a death between its vote and its update leaves others behind that have
+made it: these windows are as long as the steps themselves.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from keepstep.chaos.simulated import RING_ENTRIES, Agent, Worker, World, state_at
-from keepstep.model import Generation, JobId, NodeId, Phase, Rank, Sign
-from keepstep.wire import Home, Reform, Save
+from keepstep.model import Generation, JobId, Move, NodeId, Phase, Rank, Sign
+from keepstep.portion import name_of
+from keepstep.wire import Apply, Home, Reform, Save
 
 
 @dataclass(slots=True)
@@ -20,11 +29,22 @@ class Moving:
 class Group:
     """The collectives of one job: what all ranks of a generation do together."""
 
-    def __init__(self, world: World, job: JobId, size: int, steps: int) -> None:
+    def __init__(
+        self, world: World, job: JobId, size: int, steps: int, shards: Sequence[range] = ()
+    ) -> None:
         self.world = world
         self.job = job
         self.size = size
         self.steps = steps
+        whole = name_of(range(size))
+        self.sharded = bool(shards)
+        self._held = [
+            (*(name_of(shard) for shard in shards if rank in shard), whole) for rank in range(size)
+        ]
+        self.votes: dict[Generation, dict[Rank, Worker]] = {}
+        """Who has voted for the update of a generation's step."""
+        self.updated = 0
+        """The highest boundary that anybody came to by an update."""
         self.waiting: dict[Generation, dict[Rank, Worker]] = {}
         self.rounds: dict[Generation, Moving] = {}
         self.committed = 0
@@ -41,6 +61,17 @@ class Group:
         """Which of those nobody could tell so."""
         self.bad_saves = 0
         """How many of the next parts of a checkpoint cannot be written."""
+
+    def held(self, rank: Rank) -> tuple[str, ...]:
+        """The portions that a rank holds."""
+        return self._held[rank]
+
+    def portions(self) -> list[str]:
+        return sorted({name for held in self._held for name in held})
+
+    def right(self, worker: Worker) -> bool:
+        """It holds what it should at its boundary."""
+        return worker.state == state_at(self._held[worker.rank], worker.boundary)
 
     def outdate(self, generation: Generation) -> None:
         """Everybody starts anew: older workers are given up, told so or not."""
@@ -92,7 +123,7 @@ class Group:
         assert generation >= self.newest, "an older generation makes progress"
         self.newest = generation
         (boundary,) = boundaries
-        assert {w.state for w in members} == {state_at(boundary)}, "wrong state trains"
+        assert all(map(self.right, members)), "wrong state trains"
         assert boundary >= self.committed, f"step {boundary} is computed again"
         self.committed = boundary
         del self.waiting[generation]
@@ -101,19 +132,62 @@ class Group:
                 worker.first_step = -1
                 self.agent(worker).report(worker, Phase.RESUME)
             delay = self.world.random.uniform(0.03, 0.09)
-            self.world.later(delay, lambda w=worker: self._apply(w, generation, boundary))  # type: ignore[misc]
+            then = self._vote if self.sharded else self._apply
+            self.world.later(delay, lambda w=worker, t=then: t(w, generation, boundary))  # type: ignore[misc]
 
     def _able(self, worker: Worker, generation: Generation) -> bool:
         agent = self.agent(worker)
         fit = worker.alive and not worker.stopped and agent.up and not agent.cut
         return fit and worker.mode == "training" and worker.generation == generation
 
+    def _vote(self, worker: Worker, generation: Generation, boundary: int) -> None:
+        """All gradients are in: who has them says so, and waits until everybody has."""
+        if not self._trains(worker, generation):
+            return
+        worker.ready = True
+        worker.launched += 1
+        worker.moved_at = self.world.now()
+        here = self.votes.setdefault(generation, {})
+        here[worker.rank] = worker
+        if len(here) < self.size or not all(self._able(w, generation) for w in here.values()):
+            return
+        del self.votes[generation]
+        for other in here.values():
+            delay = self.world.random.uniform(0.001, 0.06)
+            self.world.later(delay, lambda w=other: self._apply(w, generation, boundary))  # type: ignore[misc]
+
     def _apply(self, worker: Worker, generation: Generation, boundary: int) -> None:
-        alive = worker.alive and not worker.stopped and self.agent(worker).up
-        if alive and worker.mode == "training" and worker.generation == generation:
-            worker.boundary = boundary + 1
-            worker.state = state_at(boundary + 1) if worker.state == state_at(boundary) else -1
+        if self._trains(worker, generation):
+            self._update(worker, boundary)
             self.launch(worker)
+
+    def _trains(self, worker: Worker, generation: Generation) -> bool:
+        alive = worker.alive and not worker.stopped and self.agent(worker).up
+        return alive and worker.mode == "training" and worker.generation == generation
+
+    def _update(self, worker: Worker, boundary: int) -> None:
+        before, after = (state_at(self.held(worker.rank), at) for at in (boundary, boundary + 1))
+        # What was wrong before the update is wrong after it.
+        worker.state = {
+            name: after[name] if worker.state[name] == before[name] else -1 for name in after
+        }
+        worker.boundary, worker.ready = boundary + 1, False
+        self.updated = max(self.updated, worker.boundary)
+
+    def catch_up(self, worker: Worker, action: Apply) -> None:
+        """Others have made the update: so does this one, once, however often it is told."""
+        assert action.boundary <= self.updated, f"nobody has made the update to {action.boundary}"
+        generation = worker.generation
+
+        def update() -> None:
+            fit = worker.alive and not worker.stopped and self.agent(worker).up
+            if not fit or worker.generation != generation or worker.mode != "quiesced":
+                return
+            if worker.ready and worker.boundary == action.boundary - 1:
+                self._update(worker, worker.boundary)
+            self.agent(worker).report(worker, Phase.QUIESCE)
+
+        self.world.later(self.world.random.uniform(0.001, 0.1), update)
 
     def _raises(self, worker: Worker) -> bool:
         key = (worker.rank, worker.boundary)
@@ -182,7 +256,8 @@ class Group:
     # ------------------------------------------------------------ REFORM
 
     def reform(self, worker: Worker, action: Reform) -> None:
-        worker.mode = "reforming"
+        # From here on the step is retried: its gradients are thrown away.
+        worker.mode, worker.ready = "reforming", False
         moving = self.rounds.setdefault(worker.generation, Moving(action))
         moving.here[worker.rank] = worker
         if len(moving.here) == self.size:
@@ -199,8 +274,9 @@ class Group:
             self._verify(generation)
             return
         for move in moves:
+            self._forbid_last_home(moving, move)
+        for move in moves:
             target = moving.here[move.target]
-            self._forbid_last_home(moving, move.target, staged=move.staged)
             if target.alive and target.generation == generation and not move.staged:
                 target.intact = False
 
@@ -213,8 +289,11 @@ class Group:
                 if not all(self._reachable(s, generation) for s in sources):
                     return
                 lie = any(source.lies for source in sources)
-                target.state = -99 if lie else sources[0].state
-                target.boundary, target.intact = moving.action.boundary, not lie
+                value = -99 if lie else sources[0].state[move.portion]
+                target.state = {**target.state, move.portion: value}
+                target.boundary = moving.action.boundary
+                more = (m.wave > wave for m in moving.action.moves if m.target == move.target)
+                target.intact = not lie and not any(more)
                 if lie:
                     # Each wave is verified before the next: the others are not touched.
                     self.agent(target).report(target, Phase.VERIFY)
@@ -231,21 +310,24 @@ class Group:
         fit = worker.alive and not worker.stopped and agent.up and not agent.cut
         return fit and worker.generation == generation
 
-    def _forbid_last_home(self, moving: Moving, target: Rank, *, staged: bool) -> None:
+    def _forbid_last_home(self, moving: Moving, move: Move) -> None:
         """No receiving in place into an older whole state while one node alone holds the newer."""
-        worker = moving.here[target]
-        if staged or not worker.intact or worker.boundary < 0:
+        worker, boundary = moving.here[move.target], moving.action.boundary
+        if move.staged or not worker.intact or worker.boundary < 0:
             return
-        boundary = moving.action.boundary
-        homes = {
-            w.seat.node
-            for w in moving.here.values()
-            if w.alive and w.intact and w.boundary == boundary
-        }
-        elsewhere = {w.seat.node for w in moving.here.values()} - homes
-        assert len(homes) > 1 or not elsewhere, (
-            f"rank {target} is received into while only {homes} holds boundary {boundary}"
+        assert worker.boundary != boundary or not self._right_parts(worker), (
+            f"rank {move.target} is torn, and it is a home of boundary {boundary}"
         )
+        holders = [w for w in moving.here.values() if move.portion in self.held(w.rank)]
+        homes = {w.seat.node for w in holders if w.alive and w.intact and w.boundary == boundary}
+        elsewhere = {w.seat.node for w in holders} - homes
+        assert len(homes) > 1 or not elsewhere, (
+            f"rank {move.target} is received into while only {homes} holds boundary {boundary}"
+        )
+
+    def _right_parts(self, worker: Worker) -> list[str]:
+        wanted = state_at(self.held(worker.rank), worker.boundary)
+        return [name for name, value in worker.state.items() if wanted[name] == value]
 
     def _verify(self, generation: Generation) -> None:
         moving = self.rounds[generation]
@@ -289,7 +371,11 @@ class Group:
         if self.bad_saves > 0:
             self.bad_saves -= 1
             return "cannot save: no space left on device"
-        fetched = action.homes if worker.rank == action.writer else ()
+        assert sorted(action.writers) == self.portions(), "some portion is not saved"
+        mine = [name for name, writer in action.writers.items() if writer == worker.rank]
+        wanted = state_at(tuple(mine), action.boundary)
+        assert all(worker.state[name] == wanted[name] for name in mine), "wrong state is saved"
+        fetched = action.homes if action.writers[min(action.writers)] == worker.rank else ()
         for home in fetched:
             known = action.boundary == self.base
             if not known and self._private(home, action.boundary) is None:

@@ -41,6 +41,8 @@ class Setting:
     """How likely a node that was lost comes back."""
     seconds_max: float = 400.0
     faults_max: int = 9
+    shards: tuple[range, ...] = ()
+    """Which ranks of the first job hold each shard of its state; none: all hold the same."""
 
     @property
     def compete(self) -> bool:
@@ -48,8 +50,24 @@ class Setting:
         return len(self.specs) > 1
 
 
-def one_job(draw: Random) -> Setting:
-    active, ranks = draw.randint(2, 4), draw.randint(1, 3)
+def sharded(draw: Random, setting: Setting) -> Setting:
+    """The first job as HSDP or tensor parallel: R x S ranks, each shard held by R of them."""
+    size = setting.specs[0].world_size
+    counts = [count for count in range(2, size // 2 + 1) if size % count == 0]
+    if not counts:
+        return setting
+    count = draw.choice(counts)
+    if draw.random() < 0.8:
+        shards = tuple(range(first, size, count) for first in range(count))
+    else:
+        # Holders side by side, often on one node: the loss of it loses a shard.
+        each = size // count
+        shards = tuple(range(first, first + each) for first in range(0, size, each))
+    return replace(setting, shards=shards)
+
+
+def one_job(draw: Random, *, wide: bool = False) -> Setting:
+    active, ranks = draw.randint(2, 4), draw.randint(2 if wide else 1, 3)
     spec = JobSpec(
         TRAIN,
         "train.py",
@@ -64,11 +82,12 @@ def one_job(draw: Random) -> Setting:
     return Setting((spec,), (steps,), tuple(NodePlan(count, {}) for count in slots))
 
 
-def several_jobs(draw: Random) -> Setting:
+def several_jobs(draw: Random, *, wide: bool = False) -> Setting:
     """One job of high priority and one or two of lower ones, where spares run out often."""
     labelled = draw.random() < 0.5
+    first = _spec(draw, TRAIN, 5, draw.randint(2, 3), labelled)
     specs = [
-        _spec(draw, TRAIN, 5, draw.randint(2, 3), labelled),
+        replace(first, ranks_per_node=2) if wide else first,
         _spec(draw, SMALL, 1, draw.choice((1, 2, 2)), labelled),
     ]
     if draw.random() < 0.3:

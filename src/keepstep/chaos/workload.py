@@ -1,10 +1,15 @@
-"""The training script that campaigns, the demo and the benches run: an ordinary user's DDP loop.
+"""The training script that campaigns, the demo and the benches run: an ordinary user's loop.
 
 It is started by `keepstep run` (or plain torchrun) like anybody's script and never imported. It
 holds what breaks naive recovery: dropout, BatchNorm, gradient accumulation, clipping, a learning
 rate schedule and loader workers; an `order` buffer hashes each sample as it is used, so a sample
 used twice or out of order shows in the final state. At its end every rank writes SHA-256 sums of
 all its state for comparison with a fault-free run.
+
+    --parallel ddp    every rank holds everything
+               hsdp   FSDP2 on a mesh of 2 replicas x half the world of shards
+               fsdp   full shard over the world: everything lives once, and in a mirror
+               tp     2 replicas by DDP x tensor parallel over half the world
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ import keepstep
 from keepstep import failpoint
 
 FEATURES = 32
+REPLICAS = 2
+"""Of each piece of state, where the model is sharded."""
 ROTTEN_BIT = 1 << 22
 """The highest bit of a float's mantissa: a flip there does not get lost in rounding."""
 
@@ -142,6 +149,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="idle time per step")
     parser.add_argument("--finish-file", default="", help="the last step, once somebody writes it")
+    parser.add_argument("--parallel", choices=("ddp", "hsdp", "tp", "fsdp"), default="ddp")
     parser.add_argument("--result", default="")
     parser.add_argument("--times", default="", help="write each step's duration here (rank 0)")
     return parser.parse_args()
@@ -152,7 +160,7 @@ def build_with(args: argparse.Namespace) -> Any:
         torch.manual_seed(1234)
         random.seed(1234)
         net = Net(args.width, args.frozen_mb, args.layers)
-        model = DistributedDataParallel(net, bucket_cap_mb=0.05 if args.width <= 256 else 4)
+        model = spread(net, args)
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=1e-3)
         optimizer.register_step_pre_hook(lambda *_: reach("optimizer"))
@@ -160,8 +168,9 @@ def build_with(args: argparse.Namespace) -> Any:
         optimizer.register_step_post_hook(lambda *_: reach("updated"))
         next(reversed(trainable)).register_post_accumulate_grad_hook(lambda _: reach("allreduce"))
         data = Numbers(args.samples)
+        reader, readers = share(args, seat.rank, seat.world_size)
         sampler: DistributedSampler[Any] = DistributedSampler(
-            data, seat.world_size, seat.rank, shuffle=True, seed=7, drop_last=True
+            data, readers, reader, shuffle=True, seed=7, drop_last=True
         )
         loader = DataLoader(
             data, args.batch, sampler=sampler, num_workers=args.workers, drop_last=True
@@ -170,7 +179,7 @@ def build_with(args: argparse.Namespace) -> Any:
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
         def rehearse(batches: list[Any]) -> None:
-            train_step(parts, batches)
+            train_step(parts, batches, args.parallel)
 
         rehearse.accumulate = args.accumulate  # type: ignore[attr-defined]
         return {**parts, "loader": loader, "rehearse": rehearse}
@@ -178,17 +187,69 @@ def build_with(args: argparse.Namespace) -> Any:
     return build
 
 
-def train_step(parts: dict[str, Any], batches: list[Any]) -> float:
+def spread(net: Net, args: argparse.Namespace) -> nn.Module:
+    """The model over the ranks."""
+    bucket_mb = 0.05 if args.width <= 256 else 4
+    if args.parallel == "ddp":
+        return DistributedDataParallel(net, bucket_cap_mb=bucket_mb)
+    # Only now: a job without meshes does not pay for these imports.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import parallel
+
+    replicas = 1 if args.parallel == "fsdp" else REPLICAS
+    shape = (replicas, dist.get_world_size() // replicas)
+    if args.parallel in ("hsdp", "fsdp"):
+        names = ("replicate", "shard") if args.parallel == "hsdp" else ("shard",)
+        mesh = init_device_mesh("cpu", shape[-len(names) :], mesh_dim_names=names)
+        for layer in net.body:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        return net
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "tensor"))
+    before_last = f"body.{args.layers - 1}.0"
+    cut = {before_last: parallel.ColwiseParallel(), "leave": parallel.RowwiseParallel()}
+    parallel.parallelize_module(net, mesh["tensor"], cut)
+    return DistributedDataParallel(net, device_mesh=mesh["replicate"], bucket_cap_mb=bucket_mb)
+
+
+def share(args: argparse.Namespace, rank: int, world: int) -> tuple[int, int]:
+    """Which share of the samples, and of the randomness, is this rank's: of how many.
+
+    The ranks of one tensor-parallel group compute one thing together, from the same samples.
+    """
+    if args.parallel == "tp":
+        return rank // (world // REPLICAS), REPLICAS
+    return rank, world
+
+
+def without_sync(model: Any, last: bool) -> contextlib.AbstractContextManager[None]:
+    """Gradients are reduced with the last batch of a step only."""
+    if isinstance(model, DistributedDataParallel):
+        return contextlib.nullcontext() if last else model.no_sync()
+    model.set_requires_gradient_sync(last)
+    return contextlib.nullcontext()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def train_step(parts: dict[str, Any], batches: list[Any], parallel: str = "ddp") -> float:
     model, optimizer = parts["model"], parts["optimizer"]
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for number, (x, y, index) in enumerate(batches):
         last = number == len(batches) - 1
-        with contextlib.nullcontext() if last else model.no_sync():
+        with without_sync(model, last):
             loss = nn.functional.mse_loss(model(x, index), y) / len(batches)
             loss.backward()
             total += float(loss.detach())
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if parallel == "tp":
+        # Each rank sees its own slices: a norm over those would differ within one group.
+        torch.nn.utils.clip_grad_value_(parameters_of(optimizer), 0.05)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     parts["scheduler"].step()
     return total
@@ -200,7 +261,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     session = keepstep.session(build_with(args))
-    torch_seed_for_this_rank()
+    torch_seed_for_this_rank(args)
     _session.append(session)
     ends: list[float] = []
     passes = 1 + args.steps * args.accumulate * args.batch * dist.get_world_size() // args.samples
@@ -208,7 +269,7 @@ def main() -> None:
         accumulate=args.accumulate, passes=passes + 1, max_steps=lambda: last_step(args)
     ):
         with session.attempt():
-            train_step(session.parts, batches)
+            train_step(session.parts, batches, args.parallel)
             if args.step_seconds:
                 time.sleep(args.step_seconds)
         if args.times and not session.rehearsing:
@@ -231,18 +292,22 @@ def last_step(args: argparse.Namespace) -> int:
     return int(args.steps)
 
 
-def torch_seed_for_this_rank() -> None:
-    torch.manual_seed(1000 + dist.get_rank())
-    random.seed(1000 + dist.get_rank())
+def torch_seed_for_this_rank(args: argparse.Namespace) -> None:
+    reader, _ = share(args, dist.get_rank(), dist.get_world_size())
+    torch.manual_seed(1000 + reader)
+    random.seed(1000 + reader)
 
 
 def write_result(directory: Path, parts: dict[str, Any], steps: int) -> None:
     """Sums of everything that must be the same as without faults."""
-    model, optimizer = parts["model"].module, parts["optimizer"]
+    model, optimizer = parts["model"], parts["optimizer"]
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     weights = {n: p.detach() for n, p in model.named_parameters()}
+    # Once more by number: DDP over a mesh hides those that it cuts.
+    weights |= {str(i): p.detach() for i, p in enumerate(parameters_of(optimizer))}
     moments = {
         f"{i}.{k}": v if isinstance(v, torch.Tensor) else torch.tensor(v)
-        for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])
+        for i, p in enumerate(parameters_of(optimizer))
         for k, v in sorted(optimizer.state[p].items())
     }
     result = {
@@ -272,7 +337,8 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """By address: torch's own way needs NumPy, which it does not bring."""
-    flat = tensor.detach().contiguous()
+    local: Any = tensor.detach()
+    flat = (local.to_local() if hasattr(local, "to_local") else local).contiguous()
     return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
 
 

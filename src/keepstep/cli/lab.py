@@ -36,7 +36,14 @@ def _add_chaos(inner: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "that do not end in a plain live resume",
     )
     option("--kinds", default="", metavar="A,B", help="only these kinds")
-    option("--sabotage", choices=sabotage.NAMES, default="", help="one protection off: must fail")
+    option(
+        "--parallel",
+        choices=("ddp", "hsdp", "tp", "fsdp"),
+        default="ddp",
+        help="how the model is spread",
+    )
+    off = f"one protection off, so that it must fail: {', '.join(sabotage.NAMES)}"
+    option("--sabotage", metavar="NAME", choices=sabotage.NAMES, default="", help=off)
     option("--out", type=Path, metavar="FILE", help="the raw result, JSON; gzip if it ends in .gz")
     option("--run-dir", type=Path, metavar="DIR", help="logs and journal (default: temporary)")
     chaos.set_defaults(run=run_chaos)
@@ -55,6 +62,7 @@ def run_chaos(asked: argparse.Namespace) -> int:
         mix=Mix(asked.mix),
         kinds=tuple(kind for kind in asked.kinds.split(",") if kind),
         sabotage=asked.sabotage,
+        parallel=asked.parallel,
         out=asked.out,
         run_dir=asked.run_dir.resolve() if asked.run_dir else None,
     )

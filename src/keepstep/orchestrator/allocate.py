@@ -42,10 +42,10 @@ def _allocate(turn: Turn, job: Job) -> None:
         migration.gone.update(dict.fromkeys(migration.fresh, "it never got state"))
         migration.fresh = {}
     planned.turn_back(turn, job)
-    if not seating.survivors(job) and planned.recall(turn, job):
+    if seating.lost(job) and planned.recall(turn, job):
         planned.turn_back(turn, job)
-    if not seating.survivors(job):
-        planned.end_or_fall_back(turn, job, "no rank survives")
+    if lost := seating.lost(job):
+        planned.end_or_fall_back(turn, job, lost)
         return
     seats = list(in_migration(job)[1].seats)
     chosen = [] if saving else seating.seat_joiners(turn, job, seats)

@@ -14,11 +14,11 @@ those that wait would kill the state with them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.model import NodeId, Phase, Rank, Sign
-from keepstep.orchestrator import policy
+from keepstep.orchestrator import policy, portions
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import Cause, Job, Migration, in_migration
 from keepstep.wire import SeatReport
@@ -199,15 +199,26 @@ def slow_to_quiesce(job: Job, now: float) -> list[Rank]:
     ]
 
 
-def _holders(job: Job) -> set[Rank]:
-    """Who holds whole state: by the vote, or before it whoever is no joiner."""
+def _holders(job: Job) -> Mapping[str, Collection[Rank]]:
+    """Who holds each portion: by the vote, or before it whoever is no joiner."""
     migration, now = in_migration(job)
     if migration.plan is not None and migration.plan.winners:
-        return set(migration.plan.winners)
+        return migration.plan.winners
     if migration.recoveries >= LAST_HOLDERS_ROUNDS:
-        return set()
-    seats = (seat.rank for seat in now.seats)
-    return {rank for rank in seats if rank not in {*migration.gone, *migration.joined}}
+        return {}
+    size, empty = len(now.seats), {*migration.gone, *migration.joined}
+    return {name: portions.holders(name, size) - empty for name in portions.known(job)}
+
+
+def _last_home(job: Job, suspects: Collection[Rank], doubtful: Container[NodeId]) -> str:
+    """A portion that, for sure, nobody but these ranks holds; empty: there is none."""
+    _, now = in_migration(job)
+    for name, held in _holders(job).items():
+        others = (rank for rank in held if rank not in suspects)
+        sure = any(now.seats[rank].node not in doubtful for rank in others)
+        if not sure and any(rank in suspects for rank in held):
+            return portions.called(name, len(now.seats))
+    return ""
 
 
 def blame(job: Job, missing: Sequence[Rank], doubtful: Container[NodeId] = ()) -> Fault:
@@ -217,14 +228,12 @@ def blame(job: Job, missing: Sequence[Rank], doubtful: Container[NodeId] = ()) -
     suspects = list(missing)
     if 2 * len(suspects) > most:
         suspects = [rank for rank in missing if rank not in migration.progress]
-    holders = _holders(job)
-    sure = {r for r in holders.difference(suspects) if now.seats[r].node not in doubtful}
     too_many = 2 * len(suspects) > most or not suspects
     listed = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
     why = f"rank {listed} did not report {migration.phase} in time"
     causes = tuple(Cause(Sign.HANG, rank, now.seats[rank].node, detail=why) for rank in missing)
     if too_many:
         return Fault(causes[:1], f"{why}; most ranks wait, so nobody is blamed")
-    if not sure and not holders.isdisjoint(suspects):
-        return Fault(causes[:1], f"{why}; nobody else holds state for sure, so nobody is blamed")
+    if last := _last_home(job, set(suspects), doubtful):
+        return Fault(causes[:1], f"{why}; nobody else holds {last} for sure, so nobody is blamed")
     return Fault(causes, f"{why}: replaced", kill=tuple(suspects))

@@ -164,6 +164,7 @@ def start_cold(turn: Turn, job: Job, seats: list[Seat]) -> None:
     assert job.roster is not None
     job.settled = (Settled(job.roster, turn.cluster.counter),)
     job.begun = False
+    job.portions, job.portions_told = {}, False
     # Whoever an agent did not find was of the old run: its successor is not dead.
     job.finished, job.missing = {}, {}
     job.state = JobState.STARTING
@@ -271,6 +272,7 @@ def change_phase(turn: Turn, job: Job, phase: Phase, *, keep_reports: bool = Fal
         seconds[migration.phase.value] = seconds.get(migration.phase.value, 0.0) + spent
     migration.phase = phase
     migration.phase_at = turn.now
+    migration.applying, migration.apply_to = (), -1
     if not keep_reports:
         migration.reports = {}
         migration.progress = {}

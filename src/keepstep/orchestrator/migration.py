@@ -21,13 +21,14 @@ from keepstep.model import JobState, MigrationId, Phase, Rank, Sign
 from keepstep.orchestrator import (
     allocate,
     budgets,
+    catching_up,
     launch,
     orders,
     planned,
     planning,
     policy,
+    portions,
     reports,
-    roster,
     saving,
     seating,
     spares,
@@ -211,10 +212,10 @@ def _taken(turn: Turn, job: Job, phase: Phase, taken: list[SeatReport]) -> None:
     if phase is Phase.RESUME:
         job.begun = True
         job.step = max(job.step, *(seat.step for seat in taken))
+        portions.note(job, taken)
     elif phase is Phase.VERIFY:
         assert migration.plan is not None
-        digest = migration.plan.digest
-        bad = [seat for seat in taken if seat.problem or seat.digest != digest]
+        bad = planning.unfit(job, migration.plan, taken)
         if bad:
             _unverified(turn, job, bad)
     elif migration.phase is Phase.WARM:
@@ -237,14 +238,17 @@ def _plan(turn: Turn, job: Job) -> None:
     """All are at a boundary: whose state counts, who sends what to whom."""
     migration, _ = in_migration(job)
     if migration.saves:
-        saving.save(turn, job)
+        if not catching_up.begin(turn, job):
+            saving.save(turn, job)
         return
     if migration.gone:
         return
     if too_early := planning.too_early(job, migration):
         launch.fall_back(turn, job, f"{too_early}, so nothing is lost", outcome="restart")
         return
-    verdict = roster.judge(migration.reports)
+    if catching_up.begin(turn, job):
+        return
+    verdict = planning.judge(job)
     if verdict.problem:
         allocate.last_resort(turn, job, verdict.why)
         return
@@ -255,7 +259,8 @@ def _plan(turn: Turn, job: Job) -> None:
     if job.incident is not None:
         job.incident.boundary = verdict.boundary
     launch.change_phase(turn, job, Phase.REFORM)
-    turn.note(f"{verdict.why}; {len(migration.plan.moves)} ranks receive", job)
+    receivers = {move.target for move in migration.plan.moves}
+    turn.note(f"{verdict.why}; {len(receivers)} ranks receive", job)
     orders.tell(turn, job)
 
 
@@ -282,8 +287,12 @@ def _resume(turn: Turn, job: Job) -> None:
     assert migration.plan is not None
     job.settled = (Settled(now, turn.cluster.counter), *job.settled)[:SETTLED_MAX]
     launch.change_phase(turn, job, Phase.RESUME)
+    digests = migration.plan.digests
+    what = f"{len(digests)} portions as agreed"
+    if len(digests) == 1:
+        what = next(iter(digests.values()))[:12]
     turn.note(
-        f"all {len(now.seats)} ranks hold {migration.plan.digest[:12]}: training goes on at "
+        f"all {len(now.seats)} ranks hold {what}: training goes on at "
         f"boundary {migration.plan.boundary}",
         job,
     )
@@ -292,6 +301,7 @@ def _resume(turn: Turn, job: Job) -> None:
 
 def _done(turn: Turn, job: Job) -> None:
     migration, now = in_migration(job)
+    portions.settle(job, migration.reports.values())
     launch.change_phase(turn, job, Phase.DONE)
     job.settled = (Settled(now, job.settled[0].serial),)
     job.begun, job.state, job.standby_losses = True, JobState.RUNNING, 0

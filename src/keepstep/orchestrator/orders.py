@@ -14,6 +14,7 @@ from keepstep.orchestrator.state import Cluster, Job, Migration, generation_secr
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import (
     Agree,
+    Apply,
     Assign,
     Fence,
     Membership,
@@ -44,6 +45,7 @@ def tell(turn: Turn, job: Job, only: NodeId | None = None) -> None:
                 fence(turn, job, migration.fences, only)
         case Phase.QUIESCE | Phase.HOLD:
             _tell_quiesce(turn, job, migration, only)
+            tell_apply(turn, job, only)
         case Phase.REFORM:
             _tell_reform(turn, job, migration, only)
         case Phase.RESUME if migration.cold:
@@ -55,9 +57,9 @@ def tell(turn: Turn, job: Job, only: NodeId | None = None) -> None:
         case Phase.SAVE:
             assert migration.plan is not None
             plan = migration.plan
-            action = Save(plan.boundary, plan.writer, plan.path, plan.homes)
+            action = Save(plan.boundary, plan.writers, plan.path, plan.homes)
             nodes = _nodes(turn.cluster, job, only, without=migration.gone)
-            turn.order(job, f"save/{plan.writer}", nodes, action)
+            turn.order(job, f"save/{plan.writers[min(plan.writers)]}", nodes, action)
         case _:
             raise AssertionError(f"a migration does not rest in {migration.phase}")
 
@@ -134,11 +136,20 @@ def _tell_quiesce(turn: Turn, job: Job, migration: Migration, only: NodeId | Non
     )
 
 
+def tell_apply(turn: Turn, job: Job, only: NodeId | None = None) -> None:
+    """Those who stand before an update that others have made are told to make it."""
+    migration, now = in_migration(job)
+    nodes = dict.fromkeys(now.seats[rank].node for rank in migration.applying)
+    told = [n for n in nodes if only in (None, n) and turn.cluster.nodes[n].alive]
+    turn.order(job, "apply", told, Apply(migration.apply_to, migration.applying))
+
+
 def _tell_reform(turn: Turn, job: Job, migration: Migration, only: NodeId | None) -> None:
     plan = migration.plan
     assert plan is not None
     known = membership(turn.cluster, job.roster)
-    action = Reform(known, plan.boundary, plan.digest, plan.moves, plan.homes, plan.groups_alike)
+    alike = plan.groups_alike
+    action = Reform(known, plan.boundary, plan.digests, plan.moves, plan.homes, alike)
     turn.order(job, "reform", _nodes(turn.cluster, job, only), action)
 
 

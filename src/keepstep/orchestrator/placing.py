@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from keepstep.model import NodeId, Rank, SameDomain, Seat, Unit
-from keepstep.orchestrator import slots
+from keepstep.orchestrator import portions, slots
 from keepstep.orchestrator.state import Cluster, Job, Standby, natural
 
 FREE_NODES_LOOKED_AT_MAX = 2048
@@ -75,7 +75,7 @@ def _note(chosen: dict[Rank, Choice], taken: set[Place], found: Mapping[Rank, Ch
 def companions(search: Search, ranks: Iterable[Rank]) -> set[Rank]:
     """Who has to move because these do: the rest of a node or a domain that has no room for them.
 
-    If nobody at all were left there would be no state to move: then everybody stays.
+    If of some portion nobody were left there would be no state to move: then everybody stays.
     """
     job = search.job
     assert job.roster is not None
@@ -87,7 +87,7 @@ def companions(search: Search, ranks: Iterable[Rank]) -> set[Rank]:
         leave = [seat for seat in mine if seat.rank in moving]
         if len(_spread(search, leave, frozenset(), _inside(search, leave[0]))) < len(leave):
             found |= {seat.rank for seat in mine}
-    return found - moving if len(found | moving) < len(seats) else set()
+    return set() if portions.bereft(job, found | moving) else found - moving
 
 
 def _unit(search: Search, seat: Seat) -> str:

@@ -11,7 +11,7 @@ targets warm up comes first; the move is made afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from keepstep.model import (
@@ -30,6 +30,7 @@ from keepstep.orchestrator import (
     orders,
     placing,
     policy,
+    portions,
     remedies,
     seating,
     slots,
@@ -145,14 +146,23 @@ def reword(job: Job, before: str, why: str) -> None:
             job.leaving[rank] = replace(leave, why=why)
 
 
-def refusal(job: Job) -> str:
-    """Why no rank of this job can be moved, ever; empty if some can."""
+def refusal(job: Job, ranks: Iterable[Rank] = ()) -> str:
+    """Why no rank of this job, or one of these, can be moved, ever; empty if they can."""
     if job.spec.world_size == 1:
         return (
             f"{job.spec.job} has one rank, and nobody from whom a second worker could get its "
             "state; use `keepstep stop --save` and run it again"
         )
+    for rank, name in sorted(portions.alone(job, ranks).items()):
+        return _no_second_home(job, rank, name)
     return ""
+
+
+def _no_second_home(job: Job, rank: Rank, name: str) -> str:
+    return (
+        f"rank {rank} of {job.spec.job} holds portion {name} alone, and there is nobody from "
+        "whom a second worker could get it; use `keepstep stop --save` and run it again"
+    )
 
 
 def steady(job: Job) -> bool:
@@ -170,13 +180,15 @@ def begin(turn: Turn, job: Job) -> None:
     if turn.cluster.frozen:
         return
     _forget_stale(turn, job)
-    # Somebody has to stay: the others get their state from those who do.
+    # Of each portion somebody has to stay: the others get their state from those who do.
     first = sorted(job.leaving, key=lambda rank: (not job.leaving[rank].urgent, rank))
-    together = len(job.roster.seats) - 1
-    chosen = _choose(turn, job, sorted(first[:together]))
-    if not chosen and first[together:]:
+    _tell_alone(turn, job)
+    ranks = portions.leavable(job, first)
+    chosen = _choose(turn, job, sorted(ranks))
+    left = [rank for rank in first if rank not in ranks]
+    if not chosen and left:
         # Who stays was not to stay for ever because another one waits for a place.
-        chosen = _choose(turn, job, sorted(first[together:]))
+        chosen = _choose(turn, job, sorted(portions.leavable(job, left)))
     if not policy.acts(job):
         _only_tell(turn, job, chosen)
         return
@@ -249,6 +261,15 @@ def _wait(turn: Turn, job: Job, ranks: Sequence[Rank], found: int) -> None:
             job.leaving[rank] = replace(job.leaving[rank], waits=waits)
         fix = "" if to else f"; {remedies.sentence(cluster, job, turn.now)}"
         turn.note(f"rank {', '.join(map(str, ranks[:8]))} cannot move: {waits}{fix}", job)
+
+
+def _tell_alone(turn: Turn, job: Job) -> None:
+    """Who alone holds something cannot be moved at all: the wish stays, and says so."""
+    for rank, name in sorted(portions.alone(job, job.leaving).items()):
+        waits = _no_second_home(job, rank, name)
+        if job.leaving[rank].waits != waits:
+            job.leaving[rank] = replace(job.leaving[rank], waits=waits)
+            turn.note(f"rank {rank} cannot move: {waits}", job)
 
 
 def late(turn: Turn, job: Job) -> None:
@@ -385,7 +406,7 @@ def recall(turn: Turn, job: Job) -> bool:
     return bool(migration.leavers)
 
 
-def count_lost(turn: Turn, job: Job, boundary: int, holders: Iterable[Rank]) -> None:
+def count_lost(turn: Turn, job: Job, boundary: int, winners: Mapping[str, Iterable[Rank]]) -> None:
     """If only leavers hold state, steps that were made without them are lost: it is a fallback.
 
     Nobody is left who could say whether there were any.
@@ -393,7 +414,9 @@ def count_lost(turn: Turn, job: Job, boundary: int, holders: Iterable[Rank]) -> 
     migration, now = in_migration(job)
     trained = job.settled[0].roster.seats if job.settled else now.seats
     if migration.outcome == "fallback" or any(
-        now.seats[rank].incarnation >= trained[rank].incarnation for rank in holders
+        now.seats[rank].incarnation >= trained[rank].incarnation
+        for holders in winners.values()
+        for rank in holders
     ):
         return
     migration.outcome = "fallback"

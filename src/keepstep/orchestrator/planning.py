@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.model import TAINT_SECONDS, Rank, Sign
-from keepstep.orchestrator import homes, roster
+from keepstep.orchestrator import homes, portions, roster
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import (
     Cause,
@@ -32,6 +33,13 @@ def too_early(job: Job, migration: Migration) -> str:
     return ""
 
 
+def judge(job: Job) -> roster.Verdict:
+    """Whose state counts, by the reports of this phase."""
+    migration, now = in_migration(job)
+    known = tuple(sorted(job.portions))
+    return roster.judge(migration.reports, len(now.seats), known, told=job.portions_told)
+
+
 def reform(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:
     """Who sends what to whom, and where private state is fetched."""
     migration, now = in_migration(job)
@@ -40,27 +48,30 @@ def reform(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:
     needy = roster.needy(verdict.boundary, reports)
     homes = roster.homes(needy, job.settled, turn.cluster.nodes)
     size = max((report.state_bytes for report in reports.values()), default=0)
-    busiest = roster.bytes_through_busiest(moves, size)
+    names = portions.listed(verdict.digests)
+    held = portions.index(names, len(now.seats))
+    busiest = roster.bytes_through_busiest(moves, size, lambda rank: len(held[rank]))
     return Plan(
         verdict.boundary,
-        verdict.digest,
+        verdict.digests,
         moves,
         homes,
         winners=verdict.winners,
+        names=names,
         bytes_max=busiest,
         groups_alike=roster.groups_alike(reports.values()),
     )
 
 
 def save(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:
-    """The lowest trusted holder of the boundary writes it down, with everybody's private state."""
+    """Trusted holders of the boundary write it down; the first also everybody's private state."""
     migration = job.migration
     assert migration is not None
-    writer = roster.trusted_sources(verdict.winners, migration.excluded)[0]
+    writers = roster.writers(verdict, migration.excluded)
     needy = roster.needy(verdict.boundary, migration.reports, migration.gone)
     homes = roster.homes(needy, job.settled, turn.cluster.nodes)
     path = f"{job.spec.state_directory or '.'}/boundary-{verdict.boundary}-g{job.generation}"
-    return Plan(verdict.boundary, verdict.digest, (), homes, writer, path)
+    return Plan(verdict.boundary, verdict.digests, (), homes, writers, path)
 
 
 def taint(turn: Turn, job: Job, rank: Rank, why: str) -> None:
@@ -87,6 +98,45 @@ class NoSource:
     why: str
 
 
+def unfit(job: Job, plan: Plan, taken: Sequence[SeatReport]) -> list[SeatReport]:
+    """Those who do not hold what was agreed on, each portion of it and nothing else."""
+    _, now = in_migration(job)
+    held = portions.index(plan.names, len(now.seats))
+    agreed = plan.digests
+    return [
+        seat
+        for seat in taken
+        if seat.problem
+        or any(_differs(seat, name, agreed) for name in held[seat.rank])
+        or not agreed.keys() >= seat.digests.keys()
+    ]
+
+
+def wrong(job: Job, plan: Plan, seat: SeatReport) -> list[str]:
+    """The portions that a rank should hold and does not."""
+    _, now = in_migration(job)
+    held = portions.index(plan.names, len(now.seats))[seat.rank]
+    return [name for name in held if _differs(seat, name, plan.digests)]
+
+
+def _differs(seat: SeatReport, name: str, agreed: Mapping[str, str]) -> bool:
+    """Of a portion that was rebuilt nobody could say what it should be, only that it is there."""
+    found = seat.digests.get(name, "")
+    return found != agreed[name] if agreed[name] else not found
+
+
+def in_doubt(job: Job, plan: Plan, seat: SeatReport) -> list[str]:
+    """What a rank received wrongly; all that it was to receive, if it stopped half-way.
+
+    A receiver stops at the first portion that is wrong: those behind it are not there yet.
+    """
+    received = [move.portion for move in plan.moves if move.target == seat.rank]
+    if seat.problem and received:
+        return received
+    parts = wrong(job, plan, seat)
+    return [name for name in parts if name in seat.digests] or parts
+
+
 def unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> Fault | Again | NoSource:
     """State did not arrive whole: whom that casts doubt on, and what follows."""
     migration = job.migration
@@ -94,12 +144,14 @@ def unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> Fault | Again | N
     plan = migration.plan
     assert plan is not None
     worst = bad[0]
-    other = f"digest {worst.digest[:12]} is not {plan.digest[:12]}"
-    why = f"rank {worst.rank} is not verified: {worst.problem or other}"
+    why = f"rank {worst.rank} is not verified: {worst.problem or _difference(job, plan, worst)}"
+    if any(seat.digests.keys() - plan.digests.keys() for seat in bad if not seat.problem):
+        # Some receiver knows of a portion that no survivor spoke of: it has no home left.
+        return NoSource(why)
     orphans = [seat.rank for seat in bad if seat.problem.startswith("no private state")]
     if orphans and not homes_returned(turn, job, plan, orphans):
         return NoSource(why)
-    doubtful = suspects(plan, bad)
+    doubtful = suspects(job, plan, bad)
     if not doubtful:
         return Fault((Cause(Sign.BROKEN, worst.rank, detail=why),), why)
     for rank in doubtful:
@@ -108,7 +160,8 @@ def unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> Fault | Again | N
     if migration.attempts < job.spec.policy.transfer_attempts_max:
         barred = ", ".join(map(str, sorted(migration.excluded)[:8]))
         return Again(f"{why}; another round, suspected as sources: {barred}")
-    if all(rank in migration.excluded for rank in plan.winners):
+    missing = {name for seat in bad for name in in_doubt(job, plan, seat)}
+    if any(all(r in migration.excluded for r in plan.winners[name]) for name in missing):
         return NoSource(f"{why}; {migration.attempts} attempts failed")
     # Fresh sources each time and still wrong: it is the receiver.
     migration.attempts = 0
@@ -129,13 +182,28 @@ def _named(problem: str) -> tuple[Rank, ...]:
     return (Rank(int(found[1])),) if found else ()
 
 
-def suspects(plan: Plan, bad: list[SeatReport]) -> list[Rank]:
+def suspects(job: Job, plan: Plan, bad: list[SeatReport]) -> list[Rank]:
     """Whom these failed receipts cast doubt on; nobody, if it was not the state that was wrong."""
-    moves = {move.target: move for move in plan.moves}
+    moves = {(move.target, move.portion): move for move in plan.moves}
     found: set[Rank] = set()
     for seat in bad:
         if seat.problem and not seat.problem.startswith("source"):
             continue
-        move = moves.get(seat.rank)
-        found.update(_named(seat.problem) or (move.sources if move else (seat.rank,)))
+        if named := _named(seat.problem):
+            found.update(named)
+            continue
+        for name in in_doubt(job, plan, seat):
+            move = moves.get((seat.rank, name))
+            found.update(move.sources if move else (seat.rank,))
     return sorted(found)
+
+
+def _difference(job: Job, plan: Plan, seat: SeatReport) -> str:
+    _, now = in_migration(job)
+    parts = wrong(job, plan, seat)
+    if not parts:
+        strange = min(seat.digests.keys() - plan.digests.keys())
+        return f"it knows of portion {strange}, and nobody at the boundary spoke of it"
+    name, size = parts[0], len(now.seats)
+    of = "" if name == portions.of_all(size) else f" of portion {name}"
+    return f"digest {seat.digests.get(name, '')[:12]}{of} is not {plan.digests[name][:12]}"

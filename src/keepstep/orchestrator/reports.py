@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from keepstep.model import NodeId, Phase, Rank
+from keepstep.orchestrator import catching_up
 from keepstep.orchestrator.state import Job, in_migration
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import PhaseReport, SeatReport
@@ -15,6 +16,8 @@ def take(turn: Turn, job: Job, report: PhaseReport) -> list[SeatReport]:
     for seat in report.seats:
         known = 0 <= seat.rank < len(now.seats) and _place(job, seat.rank) == report.node
         if not known or seat.rank in migration.gone or seat.rank in migration.reports:
+            continue
+        if catching_up.still_before(migration, seat):
             continue
         if seat.busy_seconds > 0:
             # Not done yet, and it said for how long at most: its budget waits.

@@ -1,15 +1,17 @@
 """The next generation: who is which rank, whose state counts, and who sends what to whom. Pure.
 
-Whose state counts is a vote: of the intact ranks at the highest boundary, the digest with a strict
-majority wins. A tie never resumes. Whoever is not with the winners receives. The last home of a
-tensor is never received into in place: see `moves`.
+Whose state counts is a vote, for each portion of it: of the intact holders at the highest boundary,
+the digest with a strict majority wins. A tie never resumes, nor does a portion that nobody holds
+there. Whoever is not with the winners receives. The last home of a tensor is never received into in
+place: see `moves`.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.model import (
@@ -22,6 +24,7 @@ from keepstep.model import (
     Roster,
     Seat,
 )
+from keepstep.orchestrator import portions
 from keepstep.orchestrator.state import NodeState, Settled
 from keepstep.wire import Home, SeatReport
 
@@ -37,11 +40,15 @@ class Verdict:
     """Whose state counts. With a `problem` nobody's does."""
 
     boundary: int
-    digest: str
-    winners: tuple[Rank, ...]
+    digests: dict[str, str]
+    """Per portion of the state, as are the winners."""
+    winners: dict[str, tuple[Rank, ...]]
     corrupt: tuple[Rank, ...]
+    """Who lost a vote of any portion."""
     why: str
     problem: bool = False
+    rebuilt: frozenset[str] = frozenset()
+    """Portions that nobody holds there, and that their winner, a mirror, can rebuild."""
 
 
 def build(
@@ -113,27 +120,138 @@ def store_node(
     return now
 
 
-def judge(reports: Mapping[Rank, SeatReport]) -> Verdict:
-    """The vote over the reports of a quiesced job."""
+def judge(
+    reports: Mapping[Rank, SeatReport], size: int, known: Sequence[str] = (), *, told: bool = True
+) -> Verdict:
+    """The vote over the reports of a quiesced job, for each portion of its state.
+
+    `known` are the portions that ranks told of when they last trained; not `told`: not all did.
+    """
     boundary = max((report.boundary for report in reports.values() if report.intact), default=-1)
     if boundary < 0:
-        return Verdict(-1, "", (), (), "no surviving rank holds whole state", problem=True)
-    votes: dict[str, list[Rank]] = {}
+        return _problem(-1, "no surviving rank holds whole state")
+    votes = _votes(reports, boundary)
+    if not votes and not known:
+        at_it = [
+            r for r, report in reports.items() if report.intact and report.boundary == boundary
+        ]
+        votes = {portions.of_all(size): {"": at_it}}
+    names = sorted({*known, *votes})
+    if why := _untold(reports, size, names, told=told):
+        return _problem(boundary, why)
+    digests: dict[str, str] = {}
+    winners: dict[str, tuple[Rank, ...]] = {}
+    corrupt: set[Rank] = set()
+    covers = _covers(reports, boundary)
+    rebuilt = set()
+    for name in names:
+        found = votes.get(name, {})
+        if not found and name in covers:
+            # Nobody's copy to compare with: the mirror's was checked as it came, piece by piece.
+            digests[name], winners[name] = "", (covers[name],)
+            rebuilt.add(name)
+            continue
+        if why := _undecided(name, size, boundary, found):
+            return _problem(boundary, why)
+        digest = max(found, key=lambda known: (len(found[known]), known))
+        digests[name] = digest
+        winners[name] = tuple(sorted(found[digest]))
+        if len(found) > 1:
+            corrupt.update(r for other, ranks in found.items() if other != digest for r in ranks)
+    why = _agreed(boundary, digests, winners, votes)
+    away = tuple(sorted(corrupt))
+    return Verdict(boundary, digests, winners, away, why, rebuilt=frozenset(rebuilt))
+
+
+def _covers(reports: Mapping[Rank, SeatReport], boundary: int) -> dict[str, Rank]:
+    """Per portion: the mirror that can rebuild it at the boundary."""
+    return {
+        cover.portion: rank
+        for rank, report in reports.items()
+        for cover in report.covers
+        if cover.first <= boundary <= cover.last
+    }
+
+
+def _problem(boundary: int, why: str) -> Verdict:
+    return Verdict(boundary, {}, {}, (), why, problem=True)
+
+
+def _votes(reports: Mapping[Rank, SeatReport], boundary: int) -> dict[str, dict[str, list[Rank]]]:
+    """Per portion: who at the boundary holds which digest of it."""
+    votes: dict[str, dict[str, list[Rank]]] = {}
     for rank, report in reports.items():
         if report.boundary == boundary and report.intact:
-            votes.setdefault(report.digest, []).append(rank)
-    holders = sum(map(len, votes.values()))
-    digest = max(votes, key=lambda known: (len(votes[known]), known))
-    if 2 * len(votes[digest]) <= holders:
-        why = (
-            f"{holders} ranks at boundary {boundary} hold {len(votes)} different states and "
-            "none has a majority: a tie never resumes"
-        )
-        return Verdict(boundary, "", (), (), why, problem=True)
-    winners = tuple(sorted(votes.pop(digest)))
-    corrupt = tuple(sorted(rank for ranks in votes.values() for rank in ranks))
-    why = f"{len(winners)} of {holders} ranks at boundary {boundary} agree on {digest[:12]}"
-    return Verdict(boundary, digest, winners, corrupt, why)
+            for name, digest in report.digests.items():
+                found = votes.get(name)
+                if found is None:
+                    found = votes[name] = {}
+                ranks = found.get(digest)
+                if ranks is None:
+                    found[digest] = [rank]
+                else:
+                    ranks.append(rank)
+    return votes
+
+
+def _untold(
+    reports: Mapping[Rank, SeatReport], size: int, names: Sequence[str], *, told: bool
+) -> str:
+    """Why there may be portions that nobody spoke of; empty: all are known.
+
+    A rank that died before it said what it holds may have held something that nobody else knows of.
+    It is spoken for if the others' portions name it as often as any of them.
+    """
+    if told or all(len(portions.holders(name, size)) == size for name in names):
+        return ""
+    held = portions.index(portions.listed(names), size)
+    most = max(len(report.digests) for report in reports.values())
+    said = {rank for rank, report in reports.items() if report.digests}
+    mute = (rank for rank in range(size) if rank not in said and len(held[rank]) < most)
+    lost = next(mute, None)
+    return "" if lost is None else f"rank {lost} was lost before it said what it holds"
+
+
+def _undecided(name: str, size: int, boundary: int, found: Mapping[str, list[Rank]]) -> str:
+    """Why nobody's copy of a portion counts; empty: somebody's does."""
+    held = portions.holders(name, size)
+    what = portions.called(name, size)
+    if not held:
+        return f"{name!r} is no portion that ranks 0 to {size - 1} can hold"
+    voters = sum(map(len, found.values()))
+    if not voters:
+        was = portions.told_holders(name, size)
+        return f"nobody holds {what} at boundary {boundary}: it was with {was}"
+    if not all(map(held.issuperset, found.values())):
+        strange = min(set().union(*found.values()) - held)
+        return f"rank {strange} speaks of {what}, which it does not hold"
+    if 2 * max(map(len, found.values())) > voters:
+        return ""
+    of = "states" if len(held) == size else f"states of {what}"
+    return (
+        f"{voters} ranks at boundary {boundary} hold {len(found)} different {of} and "
+        "none has a majority: a tie never resumes"
+    )
+
+
+def _agreed(
+    boundary: int,
+    digests: Mapping[str, str],
+    winners: Mapping[str, tuple[Rank, ...]],
+    votes: Mapping[str, Mapping[str, list[Rank]]],
+) -> str:
+    voted = [name for name in winners if name in votes]
+    again = [f"rank {winners[name][0]} rebuilds {name}" for name in winners if name not in votes]
+    least = min(voted, key=lambda name: (len(winners[name]), name))
+    voters = sum(map(len, votes[least].values()))
+    if len(winners) == 1:
+        digest = digests[least][:12]
+        return f"{len(winners[least])} of {voters} ranks at boundary {boundary} agree on {digest}"
+    majority = (
+        f"{len(voted)} portions at boundary {boundary} have a majority each, the smallest "
+        f"{len(winners[least])} of {voters} ranks for {least}"
+    )
+    return "; ".join([majority, *again[: portions.NAMED_MAX]])
 
 
 def moves(
@@ -142,38 +260,117 @@ def moves(
     seats: Sequence[Seat],
     suspicion: Mapping[Rank, int],
 ) -> tuple[Move, ...]:
-    """Who receives from whom, in which wave.
+    """Who receives which portion from whom, in which wave.
 
-    If all winners live on one node, its loss would lose the boundary. So a second node gets a copy
-    first, from a receiver that has nothing to lose: a joiner, or a survivor that receives beside
-    its old state (staged). Only then are the others, who still hold an older whole state, received
-    into in place.
+    If all winners of a portion live on one node, its loss would lose the boundary. So a second node
+    gets a copy first, from a receiver that has nothing to lose: a joiner, or a survivor that
+    receives beside its old state (staged). Only then are the others, who still hold an older whole
+    state, received into in place, whatever the portion: half an older state is none. So whoever
+    receives is whole after one wave. Who wins some portions and receives others is never torn: it
+    always receives beside.
+
+    All ranks walk this one list, each doing its part of one move after another. Whoever comes first
+    in the list waits for nobody behind it, so they cannot wait for each other in a circle.
     """
-    won = frozenset(verdict.winners)
-    targets = [rank for rank in sorted(reports) if rank not in won]
-    if not targets:
-        return ()
-    sources = trusted_sources(verdict.winners, suspicion)
-    first, staged = _first_wave(verdict, reports, seats, targets)
-    count = min(SOURCES_PER_MOVE_MAX, len(sources))
-    ring = tuple(sources) + tuple(sources[:count])
-    planned = []
-    for place, target in enumerate(targets):
-        start = place * count % len(sources)
-        wave = 0 if target in first else 1
-        planned.append(Move(target, ring[start : start + count], wave, target == staged))
+    wanting = _wanting(verdict, reports, len(seats))
+    waves = {
+        name: _first_wave(verdict.winners[name], reports, seats, targets)
+        for name, targets in wanting.items()
+    }
+    late: set[Rank] = set()
+    for name, targets in wanting.items():
+        late.update(set(targets) - waves[name][0])
+    beside = {chosen for _, chosen in waves.values()}
+    wins_too = _wins_too(verdict, reports, wanting, len(seats))
+    # Who held something corrupt may hold more of it.
+    doubts = {**dict.fromkeys(verdict.corrupt, 1), **suspicion}
+    planned: list[Move] = []
+    for name, targets in wanting.items():
+        sources = trusted_sources(verdict.winners[name], doubts)
+        count = min(SOURCES_PER_MOVE_MAX, len(sources))
+        ring = tuple(sources) + tuple(sources[:count])
+        stripes, start, again = len(sources), 0, name in verdict.rebuilt
+        for target in targets:
+            wave = 1 if target in late and target not in beside else 0
+            # What is made again is made in place: its mirror has it as long as that takes.
+            staged = not again and (target in beside or target in wins_too)
+            planned.append(Move(target, ring[start : start + count], wave, staged, name, again))
+            start = (start + count) % stripes
+    if late:
+        planned.sort(key=operator.attrgetter("wave"))
     return tuple(planned)
 
 
-def bytes_through_busiest(planned: Sequence[Move], state_bytes: int) -> int:
-    """What the busiest rank sends or receives: waves one after another, a wave's moves at once."""
-    waves: dict[int, dict[tuple[str, Rank], float]] = {}
+def _wanting(
+    verdict: Verdict, reports: Mapping[Rank, SeatReport], size: int
+) -> dict[str, list[Rank]]:
+    """Per portion: its holders that did not win it, and so receive it."""
+    wanting: dict[str, list[Rank]] = {}
+    for name, won in verdict.winners.items():
+        held = portions.holders(name, size)
+        if len(won) < len(held) or name in verdict.rebuilt:
+            targets = [rank for rank in sorted(held.difference(won)) if rank in reports]
+            if targets:
+                wanting[name] = targets
+    return wanting
+
+
+def _wins_too(
+    verdict: Verdict,
+    reports: Mapping[Rank, SeatReport],
+    wanting: Mapping[str, Sequence[Rank]],
+    size: int,
+) -> set[Rank]:
+    """Receivers that are at the boundary and hold some of their portions as they should be."""
+    if len(verdict.digests) == 1:
+        return set()
+    wanted = Counter(
+        rank
+        for targets in wanting.values()
+        for rank in targets
+        if reports[rank].intact and reports[rank].boundary == verdict.boundary
+    )
+    held = portions.index(portions.listed(verdict.digests), size)
+    return {rank for rank, count in wanted.items() if count < len(held[rank])}
+
+
+def bytes_through_busiest(
+    planned: Sequence[Move],
+    state_bytes: int,
+    portions_held: Callable[[Rank], int] = lambda _: 1,
+) -> int:
+    """What the busiest rank sends or receives: waves one after another, a wave's moves at once.
+
+    A rank's bytes are taken to be spread evenly over its portions.
+    """
+    waves: dict[int, dict[int, float]] = {}
     for move in planned:
-        loads = waves.setdefault(move.wave, {})
-        for source in move.sources:
-            loads["out", source] = loads.get(("out", source), 0.0) + 1 / len(move.sources)
-        loads["in", move.target] = 1.0
+        loads = waves.get(move.wave)
+        if loads is None:
+            loads = waves[move.wave] = {}
+        target, sources = move.target, move.sources
+        part = 1 / portions_held(target)
+        sent = part / len(sources)
+        for source in sources:
+            loads[source] = loads.get(source, 0.0) + sent
+        # Both ways at once: what a rank receives is counted apart from what it sends.
+        loads[~target] = loads.get(~target, 0.0) + part
     return math.ceil(state_bytes * sum(max(loads.values()) for loads in waves.values()))
+
+
+def writers(verdict: Verdict, suspicion: Mapping[Rank, int]) -> dict[str, Rank]:
+    """Who writes each portion down: trusted holders, the work spread over them.
+
+    Those with the fewest holders choose first, so that what many hold goes to somebody idle.
+    """
+    chosen: dict[str, Rank] = {}
+    load: dict[Rank, int] = {}
+    for name in sorted(verdict.winners, key=lambda name: (len(verdict.winners[name]), name)):
+        able = trusted_sources(verdict.winners[name], suspicion)
+        writer = min(able, key=lambda rank: (load.get(rank, 0), rank))
+        load[writer] = load.get(writer, 0) + 1
+        chosen[name] = writer
+    return dict(sorted(chosen.items()))
 
 
 def trusted_sources(winners: Sequence[Rank], suspicion: Mapping[Rank, int]) -> list[Rank]:
@@ -187,13 +384,13 @@ def trusted_sources(winners: Sequence[Rank], suspicion: Mapping[Rank, int]) -> l
 
 
 def _first_wave(
-    verdict: Verdict,
+    winners: Sequence[Rank],
     reports: Mapping[Rank, SeatReport],
     seats: Sequence[Seat],
     targets: Sequence[Rank],
 ) -> tuple[frozenset[Rank], Rank]:
-    """The targets of wave 0, and the one among them that receives beside its old state."""
-    domains = {seats[rank].node for rank in verdict.winners}
+    """A portion's targets of wave 0, and the one among them that receives beside its old state."""
+    domains = {seats[rank].node for rank in winners}
     if len(domains) > 1:
         return frozenset(targets), Rank(-1)
     empty = [r for r in targets if not (reports[r].intact and reports[r].boundary >= 0)]

@@ -11,7 +11,6 @@ from keepstep.orchestrator import (
     orders,
     planned,
     planning,
-    roster,
     seating,
     spares,
 )
@@ -53,9 +52,9 @@ def _begin(turn: Turn, job: Job, purpose: str) -> Migration:
 
 
 def save(turn: Turn, job: Job) -> None:
-    """All survivors are at a boundary: the lowest intact rank writes it down."""
+    """All survivors are at a boundary: of each portion one who holds it writes it down."""
     migration, _ = in_migration(job)
-    verdict = roster.judge(migration.reports)
+    verdict = planning.judge(job)
     if verdict.problem:
         allocate.last_resort(turn, job, verdict.why)
         return
@@ -64,7 +63,10 @@ def save(turn: Turn, job: Job) -> None:
     if job.incident is not None:
         job.incident.boundary = verdict.boundary
     launch.change_phase(turn, job, Phase.SAVE)
-    turn.note(f"{verdict.why}; rank {plan.writer} saves boundary {plan.boundary}", job)
+    write = sorted(set(plan.writers.values()))
+    verb = "saves" if len(write) == 1 else "save"
+    listed = ", ".join(map(str, write[:8])) + (" …" if len(write) > 8 else "")
+    turn.note(f"{verdict.why}; rank {listed} {verb} boundary {plan.boundary}", job)
     orders.tell(turn, job)
 
 
@@ -73,9 +75,10 @@ def saved(turn: Turn, job: Job) -> None:
     plan = migration.plan
     failed = [r for r in migration.reports.values() if r.problem] if plan is not None else []
     if plan is not None and failed:
-        # A checkpoint is whole or nothing: any rank's trouble counts, the writer's also bars it.
-        if migration.reports[plan.writer].problem:
-            migration.excluded[plan.writer] = migration.excluded.get(plan.writer, 0) + 1
+        # A checkpoint is whole or nothing: any rank's trouble counts, a writer's also bars it.
+        for writer in sorted(set(plan.writers.values())):
+            if migration.reports[writer].problem:
+                migration.excluded[writer] = migration.excluded.get(writer, 0) + 1
         migration.attempts += 1
         turn.note(f"rank {failed[0].rank} could not save: {failed[0].problem}", job)
         _again(turn, job)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from keepstep.model import JobState, Phase, Rank, Seat
-from keepstep.orchestrator import orders, placing, slots, spares
+from keepstep.orchestrator import orders, placing, portions, slots, spares
 from keepstep.orchestrator.state import (
     Cluster,
     Job,
@@ -63,10 +63,14 @@ def allocating(cluster: Cluster) -> int | None:
     )
 
 
-def survivors(job: Job) -> int:
-    """Seats whose workers were there before, and still are."""
+def lost(job: Job) -> str:
+    """What no worker is left of that was there before, in words; empty: nothing is lost so far."""
     migration, now = in_migration(job)
-    return len(now.seats) - len(migration.gone) - len(migration.fresh)
+    if len(now.seats) == len(migration.gone) + len(migration.fresh):
+        return "no rank survives"
+    name = portions.bereft(job, {*migration.gone, *migration.fresh})
+    held = portions.told_holders(name, len(now.seats)) if name else ""
+    return f"portion {name} has no home left: {held} held it" if name else ""
 
 
 def hold_clock(turn: Turn, job: Job, holding: bool) -> None:
@@ -136,8 +140,8 @@ def _can_do_without(turn: Turn, job: Job, others: set[Rank]) -> bool:
     # Joiners hold no state before they are verified.
     empty = set() if migration.phase is Phase.RESUME else set(migration.joined)
     doubtful = turn.cluster.doubtful
-    sure = [s for s in now.seats if s.rank not in away | empty and s.node not in doubtful]
-    if not sure:
+    unsure = {s.rank for s in now.seats if s.rank in away | empty or s.node in doubtful}
+    if portions.in_the_dark(job) or portions.bereft(job, unsure):
         return False
     lower = spares.lower_places(turn.cluster, job) if job.spec.policy.borrow else frozenset()
     search = placing.Search(turn.cluster, job, turn.now, lower)

@@ -163,12 +163,16 @@ class Plan:
     """What REFORM or SAVE was told to do, kept so that it can be told again."""
 
     boundary: int
-    digest: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Per portion: what its winners agreed on."""
     moves: tuple[Move, ...] = ()
     homes: tuple[Home, ...] = ()
-    writer: Rank = Rank(-1)
+    writers: dict[str, Rank] = field(default_factory=dict)
     path: str = ""
-    winners: tuple[Rank, ...] = ()
+    winners: dict[str, tuple[Rank, ...]] = field(default_factory=dict)
+    """Per portion: who holds it for sure."""
+    names: str = ""
+    """Of all portions, as portions.listed writes them."""
     bytes_max: int = 0
     """What the busiest rank sends or receives, over all waves."""
     groups_alike: bool = False
@@ -224,6 +228,10 @@ class Migration:
     come back before their ranks can report."""
     agreed: int = -1
     """Planned: the boundary at which all ranks stop; -1: as soon as they can."""
+    applying: tuple[Rank, ...] = ()
+    """In QUIESCE: who was told to make the update that others have made."""
+    apply_to: int = -1
+    """The boundary that it leads to."""
 
     @property
     def saves(self) -> bool:
@@ -319,6 +327,13 @@ class Job:
     homes: dict[Rank, NodeId] = field(default_factory=dict)
     """The nodes that the ranks started on."""
     settled: tuple[Settled, ...] = ()
+    portions: dict[str, int] = field(default_factory=dict)
+    """Of its state, by name, since the workers were last started from the top, and how many ranks
+    hold each. Empty: nobody told, and all state is one."""
+    portions_told: bool = False
+    covers: dict[str, Rank] = field(default_factory=dict)
+    """Portions that one rank holds alone, and the mirror that can rebuild each of them."""
+    """All ranks have said what they hold, so no portion is missing above."""
     begun: bool = False
     """Some rank committed a step since the workers were last started from the top."""
     step: int = -1

@@ -10,10 +10,12 @@ Parameters and optimizer state change at the one update point, so they need no c
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,16 +63,19 @@ class Boundary:
 
     def begin(self) -> None:
         """Snapshot what the forward pass may change."""
-        self._snapshot = _Snapshot(
+        self._snapshot = self._now()
+        self._shadow_buffers()
+        self.in_attempt = True
+        self.updating = self.updated = False
+        self._began_ns = time.monotonic_ns()
+
+    def _now(self) -> _Snapshot:
+        return _Snapshot(
             read_randomness(),
             {name: g.get_state() for name, g in self.registry.generators.items()},
             self._others(),
             self._groups(),
         )
-        self._shadow_buffers()
-        self.in_attempt = True
-        self.updating = self.updated = False
-        self._began_ns = time.monotonic_ns()
 
     def _others(self) -> dict[str, Any]:
         return {n: copy.deepcopy(o.state_dict()) for n, o in self.registry.others.items()}
@@ -153,10 +158,27 @@ class Boundary:
         """Put back what the forward pass changed."""
         snapshot = self._snapshot
         assert snapshot is not None, "an attempt begins with a snapshot"
-        if not sabotage.off("buffers"):
+        self._put(snapshot, {} if sabotage.off("buffers") else self._shadows)
+
+    @contextlib.contextmanager
+    def rewound(self) -> Iterator[None]:
+        """The state of the boundary for as long as one looks at it; then what it was before.
+
+        For a rank that stands before its update and may yet make it.
+        """
+        now = self._now()
+        buffers = {name: buffer.detach().clone() for name, buffer in self.registry.buffers()}
+        self.restore()
+        try:
+            yield
+        finally:
+            self._put(now, buffers)
+
+    def _put(self, snapshot: _Snapshot, buffers: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
             for name, buffer in self.registry.buffers():
-                with torch.no_grad():
-                    buffer.copy_(self._shadows[name])
+                if name in buffers:
+                    buffer.copy_(buffers[name])
         for name, state in snapshot.others.items():
             self.registry.others[name].load_state_dict(copy.deepcopy(state))
         for name, groups in snapshot.groups.items():

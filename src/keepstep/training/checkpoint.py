@@ -1,9 +1,10 @@
 """Just-in-time checkpoints: a boundary on disk, complete or not there at all.
 
     <state>/boundary-<step>-g<generation>/
-        shared.pt            tensors by name (loaded with weights_only)
-        entry-<rank>.bin     each rank's private entry, behind its checksum
-        manifest.json        written last by the writer: world size, digest, plain values
+        shared-<portion>.pt    tensors by name (loaded with weights_only)
+        shared-<portion>.json  written after them: digest, layout, plain values, step records
+        entry-<rank>.bin       each rank's private entry, behind its checksum
+        manifest.json          what holds for all: world size, portions, what is private
 
 A directory counts only when every file in it is whole, so a death in the middle of saving leaves
 the older one the newest.
@@ -11,6 +12,7 @@ the older one the newest.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -22,16 +24,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from keepstep import portion as portions
 from keepstep import wire
 from keepstep.errors import NoHome, Permanent
+from keepstep.training.covering import make_again
 from keepstep.training.mirror import fetch_from
-from keepstep.training.registry import Registry
+from keepstep.training.raw import bytes_tensor, tensor_bytes
 from keepstep.training.seat import Place
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
 
 _CHECKSUM = struct.Struct("<I")
+NAME_CHARACTERS_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +49,23 @@ class Found:
 
 
 def rescue(keeper: Keeper, save: wire.Save) -> None:
-    """This rank's part of a just-in-time checkpoint: its entry, and as writer all the rest."""
+    """This rank's part of a just-in-time checkpoint: its entry, and the portions it is to write."""
     path = Path(save.path)
     path.mkdir(parents=True, exist_ok=True)
     place = keeper.place
     if all(home.rank != place.rank for home in save.homes):
-        _write_entry(path, place.rank, keeper.entry_at(save.boundary))
-    if place.rank != save.writer:
-        return
-    for home in save.homes:
-        payload_of, why = fetch_from(place.room, home, place.job, save.boundary, keeper.secret)
-        if payload_of is None:
-            raise NoHome(f"no private state of rank {home.rank} at {save.boundary}: {why}")
-        _write_entry(path, int(home.rank), payload_of)
-    _write_shared(path, save.boundary, keeper)
+        _write_entry(path, place.rank, keeper.homes.get(save.boundary))
+    for portion, writer in save.writers.items():
+        if writer == place.rank:
+            _write_portion(path, save.boundary, keeper, portion)
+    # By name, because an order's keys arrive sorted.
+    if save.writers and save.writers[min(save.writers)] == place.rank:
+        for home in save.homes:
+            payload_of, why = fetch_from(place.room, home, place.job, save.boundary, keeper.secret)
+            if payload_of is None:
+                raise NoHome(f"no private state of rank {home.rank} at {save.boundary}: {why}")
+            _write_entry(path, int(home.rank), payload_of)
+        _write_manifest(path, save.boundary, keeper)
 
 
 def save(keeper: Keeper) -> Path:
@@ -66,28 +74,49 @@ def save(keeper: Keeper) -> Path:
     assert place.state_directory is not None, "checked by the session"
     path = directory(place.state_directory, boundary, keeper.generation)
     path.mkdir(parents=True, exist_ok=True)
-    _write_entry(path, place.rank, keeper.entry_at(boundary))
+    _write_entry(path, place.rank, keeper.homes.get(boundary))
+    for portion in keeper.registry.portions():
+        if min(portions.holders_of(portion)) == place.rank:
+            _write_portion(path, boundary, keeper, portion)
     if place.rank == 0:
-        _write_shared(path, boundary, keeper)
+        _write_manifest(path, boundary, keeper)
     return path
 
 
-def _write_shared(path: Path, boundary: int, keeper: Keeper) -> None:
-    """The writer's part, the manifest last."""
+def _write_portion(path: Path, boundary: int, keeper: Keeper, portion: str) -> None:
+    """One portion as this rank holds it, or its mirror keeps it; its description last."""
     registry = keeper.registry
-    # Nobody compares these bytes with another holder's before they are needed.
-    registry.forget_digests()
-    tensors = {name: tensor.detach().cpu() for name, tensor in registry.shared()}
-    partial = path / "shared.pt.partial"
+    mirrored = portion not in registry.portions()
+    if mirrored:
+        assert keeper.covering is not None, "who is to write another rank's portion covers it"
+        pieces = keeper.covering.pieces(portion, boundary)
+        tensors = {f"{at:06}": bytes_tensor(bytes(piece)) for at, piece in enumerate(pieces)}
+    else:
+        # Nobody compares these bytes with another holder's before they are needed.
+        registry.forget_digests()
+        tensors = {name: tensor.detach().cpu() for name, tensor in registry.shared(portion)}
+    file = path / f"{_file_name(portion)}.pt"
+    partial = file.with_name(file.name + ".partial")
     torch.save(tensors, partial)
-    os.replace(partial, path / "shared.pt")
+    os.replace(partial, file)
+    description = {
+        "portion": portion,
+        "boundary": boundary,
+        "mirrored": mirrored,
+        "digest": "" if mirrored else registry.shared_digests()[portion],
+        "layout": [] if mirrored else registry.layout(portion),
+        "plain": registry.plain(),
+        "records": keeper.log.records(),
+    }
+    _write_whole(file.with_suffix(".json"), json.dumps(description).encode())
+
+
+def _write_manifest(path: Path, boundary: int, keeper: Keeper) -> None:
+    registry = keeper.registry
     manifest = {
         "boundary": boundary,
         "world_size": keeper.place.world_size,
-        "records": keeper.log.records(),
-        "digest": registry.shared_digest(),
-        "layout": registry.layout(),
-        "plain": registry.plain(),
+        "portions": registry.holders.all(),
         "private": sorted(registry.private),
     }
     _write_whole(path / "manifest.json", json.dumps(manifest).encode())
@@ -109,17 +138,19 @@ def newest(place: Place) -> Found | None:
     return max(candidates, key=lambda found: found.boundary, default=None)
 
 
-def load(found: Found, registry: Registry, rank: int) -> bytes:
-    """Shared state in, verified; returns this rank's private entry."""
-    manifest = found.manifest
-    registry.private = set(manifest["private"])
-    registry.conform([(n, d, s) for n, d, s in manifest["layout"]])
-    tensors = torch.load(found.path / "shared.pt", weights_only=True)
-    with torch.no_grad():
-        for name, tensor in registry.shared():
-            tensor.copy_(tensors[name])
-    registry.load_plain(manifest["plain"])
-    if registry.shared_digest() != manifest["digest"]:
+def load(found: Found, keeper: Keeper) -> bytes:
+    """Shared state in, verified, portion by portion; returns this rank's private entry."""
+    registry, rank = keeper.registry, keeper.place.rank
+    registry.private = set(found.manifest["private"])
+    wanted: dict[str, str] = {}
+    for portion in registry.portions():
+        if portion not in found.manifest["portions"]:
+            raise Permanent(
+                f"{found.path} was written by a job cut in another way: it has no portion "
+                f"{portion}, only {', '.join(found.manifest['portions'][:8])}"
+            )
+        wanted[portion] = _load_portion(found, keeper, portion)
+    if registry.shared_digests() != wanted:
         raise Permanent(
             f"{found.path} does not hold the state that its manifest names; "
             "move it away to start from an older one"
@@ -127,6 +158,26 @@ def load(found: Found, registry: Registry, rank: int) -> bytes:
     payload = _read_entry(found.path, rank)
     assert payload is not None, "a complete checkpoint has every entry"
     return payload
+
+
+def _load_portion(found: Found, keeper: Keeper, portion: str) -> str:
+    """One portion in; returns the digest that it must have."""
+    registry = keeper.registry
+    description = json.loads((found.path / f"{_file_name(portion)}.json").read_bytes())
+    tensors = torch.load(found.path / f"{_file_name(portion)}.pt", weights_only=True)
+    if description["mirrored"]:
+        pieces = (memoryview(tensor_bytes(tensors[name])) for name in sorted(tensors))
+        make_again(keeper, portion, pieces)
+    else:
+        registry.conform([(n, d, s, c) for n, d, s, c in description["layout"]], portion)
+        with torch.no_grad():
+            for name, tensor in registry.shared(portion):
+                tensor.copy_(tensors[name])
+    if portion == registry.holders.narrowest(keeper.place.rank):
+        registry.load_plain(description["plain"])
+        keeper.log.adopt(description["records"])
+    # What a mirror kept was checked piece by piece.
+    return str(description["digest"] or registry.shared_digests()[portion])
 
 
 def directory(state: Path, boundary: int, generation: int) -> Path:
@@ -143,12 +194,27 @@ def remove_rescues(place: Place) -> None:
 def _complete(path: Path, world_size: int) -> Found | None:
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
-        whole = (path / "shared.pt").exists() and manifest["world_size"] == world_size
+        whole = manifest["world_size"] == world_size and all(
+            _is_whole(path, portion, manifest["boundary"]) for portion in manifest["portions"]
+        )
         if whole and all(_read_entry(path, rank) is not None for rank in range(world_size)):
             return Found(path, int(manifest["boundary"]), manifest)
     except (OSError, ValueError, KeyError):
         return None
     return None
+
+
+def _is_whole(path: Path, portion: str, boundary: int) -> bool:
+    description = json.loads((path / f"{_file_name(portion)}.json").read_bytes())
+    fits = description["portion"] == portion and description["boundary"] == boundary
+    return fits and (path / f"{_file_name(portion)}.pt").exists()
+
+
+def _file_name(portion: str) -> str:
+    """A portion's name as a file name; a long one by its digest."""
+    if len(portion) > NAME_CHARACTERS_MAX:
+        portion = hashlib.sha256(portion.encode()).hexdigest()[:32]
+    return f"shared-{portion.replace('/', '_')}"
 
 
 def _write_entry(path: Path, rank: int, payload: bytes) -> None:

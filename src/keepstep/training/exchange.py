@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from keepstep.model import Endpoint
@@ -33,6 +36,11 @@ _FRAME = struct.Struct("<qq")
 HELLO_BYTES = 32
 _HELLO_SECONDS_MAX = 1.0
 _LOOK_SECONDS = 1.0
+_PARTS_MAX = 256
+"""Of a frame, handed to the kernel at once; it takes 1,024."""
+
+Room = Callable[[int, int], memoryview]
+"""Where a frame of this boundary and length shall land."""
 
 
 class Exchange:
@@ -52,7 +60,7 @@ class Exchange:
         self._sockets = [self._listener]
         self._out: socket.socket | None = None
         self._in: socket.socket | None = None
-        self._left = memoryview(b"")
+        self._left: deque[memoryview] = deque()
         """What did not fit into the socket yet."""
         self._pusher: Errand[None] | None = None
         self._buffer = bytearray(1 << 16)
@@ -80,18 +88,25 @@ class Exchange:
         except OSError as error:
             raise GroupsBroken(f"no connection with a neighbour: {error}") from error
 
-    def send(self, boundary: int, payload: bytes) -> None:
-        """Hand a frame to the network; what does not fit at once leaves with take and flush."""
+    def send(self, boundary: int, *parts: bytes | memoryview) -> None:
+        """Hand a frame to the network; what does not fit at once leaves with take and flush.
+
+        Parts are not copied: they must stay as they are until then.
+        """
         self.flush()
-        self._left = memoryview(_FRAME.pack(boundary, len(payload)) + payload)
+        head = _FRAME.pack(boundary, sum(map(len, parts)))
+        self._left = deque(memoryview(part) for part in (head, *parts) if len(part))
         self._push()
 
-    def take(self) -> tuple[int, memoryview]:
-        """The neighbour's next frame; valid until the next take. Waits for it."""
-        boundary, length = _FRAME.unpack(self._read(_FRAME.size))
-        if length > len(self._buffer):
+    def take(self, room: Room | None = None) -> tuple[int, memoryview]:
+        """The neighbour's next frame; waits for it. It lands in the `room` for its boundary and
+        length, or else in a buffer that the next take uses again."""
+        boundary, length = _FRAME.unpack(self._read(memoryview(self._buffer)[: _FRAME.size]))
+        if room is None and length > len(self._buffer):
             self._buffer = bytearray(length)
-        frame = self._read(length)
+        frame = self._read(
+            memoryview(self._buffer)[:length] if room is None else room(boundary, length)
+        )
         if self._left and self._pusher is None:
             # My own frame must not wait for this thread, which has a collective to launch now.
             self._pusher = Errand("keepstep-push", self._push_all)
@@ -159,19 +174,23 @@ class Exchange:
         """Send what the socket takes; True when nothing is left."""
         if self._left:
             assert self._out is not None, "connect comes first"
+            some = list(itertools.islice(self._left, _PARTS_MAX))
             try:
-                sent = self._out.send(self._left, socket.MSG_NOSIGNAL)
+                sent = self._out.sendmsg(some, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return False
             except OSError as error:
                 raise GroupsBroken(f"the neighbour that keeps my entries: {error}") from error
-            self._left = self._left[sent:]
+            while self._left and sent >= len(self._left[0]):
+                sent -= len(self._left.popleft())
+            if sent:
+                self._left[0] = self._left[0][sent:]
         return not self._left
 
-    def _read(self, size: int) -> memoryview:
+    def _read(self, view: memoryview) -> memoryview:
+        """Fill it."""
         assert self._in is not None, "connect comes first"
-        view = memoryview(self._buffer)[:size]
-        got = 0
+        size, got = len(view), 0
         while got < size:
             try:
                 count = self._in.recv_into(view[got:])

@@ -166,7 +166,7 @@ _short_turns = _ShortTurns()
 def _find_private(keeper: Keeper, reform: wire.Reform) -> bytes:
     """This rank's entry for the boundary: its own ring's, else from one of its homes."""
     place = keeper.place
-    payload = keeper.private_at(reform.boundary)
+    payload = keeper.homes.find(reform.boundary)
     if payload is not None:
         return payload
     nowhere = wire.Home(Rank(place.rank), ())

@@ -26,7 +26,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from keepstep.errors import ConfigError
 from keepstep.training.ahead import Ahead
-from keepstep.training.ddp import ddp_modules, reset_ddp, settles_at
 from keepstep.training.group_log import (
     GroupRecord,
     decode_log,
@@ -38,6 +37,7 @@ from keepstep.training.group_log import (
 from keepstep.training.inner import Formation, GroupsBroken, InnerSpec
 from keepstep.training.pointed_store import PointedStore
 from keepstep.training.rehearsal import OBJECT_STAND_INS
+from keepstep.training.reset import ddp_modules
 from keepstep.training.swap_choice import choose
 
 __all__ = [
@@ -47,8 +47,6 @@ __all__ = [
     "decode_log",
     "encode_log",
     "merge_logs",
-    "reset_ddp",
-    "settles_at",
 ]
 
 BACKEND = "keepstep"
@@ -138,15 +136,16 @@ class Groups:
             self._formation.forget()
             self._formation = None
 
-    def reseat(self, rank: int) -> None:
+    def reseat(self, rank: int, *, anew: bool = False) -> None:
         """Let a rehearsing process built for a tentative rank take its real one.
 
         A group's rank cannot change under torch, so the groups are made anew with the same names.
-        Call `adopt` on the model next; sub-groups held elsewhere must be asked for again.
+        Call `adopt` on the model next; sub-groups held elsewhere must be asked for again. With
+        `anew`, even for the same rank, since the model itself will be built again.
         """
         if not self._rehearsing:
             raise ConfigError("only a rehearsing process may change its rank: reseat before reform")
-        if rank == self._rank:
+        if rank == self._rank and not anew:
             return
         records = self.log()
         dist.destroy_process_group()

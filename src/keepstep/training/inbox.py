@@ -113,16 +113,24 @@ class Inbox:
                 self._ready.wait(left)
             return self._orders.popleft()
 
+    def put_back(self, order: wire.Order) -> None:
+        """An order that is to be followed elsewhere: the next `take` gives it again."""
+        with self._ready:
+            if order.generation == self.generation:
+                self._orders.appendleft(order)
+                self._ready.notify_all()
+
     def comes(self, seconds_max: float) -> bool:
         """Whether an order waits, or comes in this time. It is left where it is."""
         with self._ready:
             return self._ready.wait_for(lambda: bool(self._orders), seconds_max)
 
-    def report(self, kind: str, report: wire.WorkerReport) -> None:
-        """Remember what an order led to, and say it."""
+    def report(self, kinds: str, report: wire.WorkerReport) -> None:
+        """Remember what an order led to, or each of several ("Quiesce Apply"), and say it."""
         with self._ready:
             if report.generation == self.generation:
-                self._reports[(int(report.generation), kind)] = report
+                for kind in kinds.split():
+                    self._reports[(int(report.generation), kind)] = report
         self._send(report)
 
     def expect(self, generation: int) -> None:

@@ -12,35 +12,37 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from keepstep import failpoint, wire
-from keepstep.errors import NoHome, Transient
+from keepstep.errors import Transient
 from keepstep.model import Endpoint, Generation, NodeId, Phase, Rank
-from keepstep.page import Mark, Page, Ring, page_path, ring_path
-from keepstep.training import checkpoint, recovery
+from keepstep.page import Mark, Page, page_path
+from keepstep.training import checkpoint, recovery, vote
 from keepstep.training.boundary import Boundary
+from keepstep.training.covering import Covering
 from keepstep.training.finding import Finding, Foresight
-from keepstep.training.groups import Groups, GroupsBroken, settles_at
+from keepstep.training.groups import Groups, GroupsBroken
+from keepstep.training.holders import Holders
+from keepstep.training.homes import EntryHomes
 from keepstep.training.inbox import Inbox
 from keepstep.training.link import Link
 from keepstep.training.loader import Cursor
-from keepstep.training.mirror import Mirror, payload_bytes_max
 from keepstep.training.movement import (
     SliceDigest,
+    agree_on_holders,
     exchange_rows,
-    largest,
     side_barrier,
 )
 from keepstep.training.pointed_store import connect
 from keepstep.training.private import EntryWriter
 from keepstep.training.registry import Registry, find_private
+from keepstep.training.reset import settles_at
 from keepstep.training.seat import Place
 from keepstep.training.steplog import StepLog, StepRecord
 from keepstep.training.trouble import is_communication
+from keepstep.training.uncovered import Uncovered
 
 ORDER_SECONDS_MAX = 7 * 24 * 3600.0
 """The orchestrator's budgets end a wait, not this: training never stops because control does."""
@@ -48,12 +50,6 @@ SAVE_SECONDS_MAX = 2.0
 """In mode observe: so much later than its neighbours a rank may hear that all shall save."""
 _COMPARE_AT = (1, 2, 16, 256, 4096, 65536)
 """Boundaries at which all ranks compare digests to find private tensors."""
-_WATCHED_STEPS = 64
-
-
-def _is_watched(step: int) -> bool:
-    """A script does the same at each step: what it does that cannot be covered shows early."""
-    return step < _WATCHED_STEPS or step % _WATCHED_STEPS == 0
 
 
 class Keeper:
@@ -64,7 +60,7 @@ class Keeper:
         self.groups = groups
         self.generation = int(place.generation)
         self.secret = place.secret
-        self.registry = Registry()
+        self.registry = Registry(place.rank, place.world_size)
         self.boundary = Boundary(self.registry)
         self.cursor: Cursor | None = None
         self.committed = -1
@@ -73,10 +69,11 @@ class Keeper:
         """A joiner holds nothing until it has received and verified."""
         self.saved = checkpoint.newest(place) if self.has_state else None
         """The checkpoint that a rerun goes on from."""
-        self._arrived: tuple[int, bytes] = (-1, b"")
         self.moved: tuple[int, float] = (0, 0.0)
         """What this rank received in the present generation: bytes, seconds."""
-        self._mirror: Mirror | None = None
+        self.homes = EntryHomes(place)
+        self.covering: Covering | None = None
+        """A second home for what one rank holds alone, where there is such state."""
         self.mirror_stride = place.mirror_stride
         self.expected_collectives = 1
         self.resumed_report_due = False
@@ -87,11 +84,13 @@ class Keeper:
         self.unsettled = False
         """In the first steps of a run, until DDP uses the buckets that it keeps."""
         self._settles_at = 0
+        self.sharded = False
+        """Some state is not held by all ranks: everybody votes before an update (vote.py)."""
+        self.applies_in = -1
+        """In this generation this rank was told to make the update that others have made."""
         self._recorded = -1
         """The boundary whose entry this attempt has recorded."""
-        self._drawn: torch.Tensor | None = None
-        self._launched_at_update = 0
-        self._warned: set[str] = set()
+        self._uncovered = Uncovered()
         self._link = Link(place.socket, self._hello, self._on_message)
         self.inbox = Inbox(self._interrupt, self._link.send)
         self.inbox.expect(self.generation)
@@ -117,7 +116,6 @@ class Keeper:
             # A joiner trains in no generation yet, and while a move is planned others still do.
             self.page.set_generation(self.generation)
         self.groups.bind_counter(self.page.memory, Page.LAUNCHED_AT)
-        self.ring: Ring | None = None
         path = None
         if place.rank == 0 and place.state_directory is not None:
             path = place.state_directory / "steps.jsonl"
@@ -146,16 +144,17 @@ class Keeper:
     def abort(self, generation: int) -> None:
         """Free the training thread from whatever it waits for in older generations. Any thread."""
         self.groups.abort(generation)
-        mirror = self._mirror
-        if mirror is not None and mirror.generation < generation:
-            mirror.cancel()
+        self.homes.cancel(generation)
+        covering = self.covering
+        if covering is not None and covering.generation < generation:
+            covering.cancel()
 
     # ------------------------------------------------------------ the step
 
     def start(self, cursor: Cursor) -> None:
         """The first boundary of this process: from the beginning, a checkpoint, or its peers."""
         self.cursor = cursor
-        self.groups.on_backward(self._before_gradients)
+        self._uncovered.strays(self.registry.strays())
         if not self.has_state:
             self.reach("attach")
             self.report("Assign", Phase.QUIESCE, recovery.empty_seat(self, self.generation))
@@ -165,6 +164,8 @@ class Keeper:
             self.foresight = Foresight(self.place, cursor)
             self.recover()
             return
+        self.registry.holders = agree_on_holders(self.groups, self.registry.view())
+        self.know_holders()
         if self.saved is not None:
             recovery.load_checkpoint(self, self.saved)
         # Until the first comparison every buffer may be private.
@@ -182,6 +183,17 @@ class Keeper:
             self._settles_at = max((settles_at(module) for module in modules), default=0)
             self.unsettled = self._settles_at > 0
 
+    def know_holders(self) -> None:
+        """Who holds what is settled, here or by those who gave this rank its state."""
+        holders = self.registry.holders
+        self.sharded = holders.parted
+        # In a sharded job what a step leaves is recorded before its vote, not before its first
+        # gradient collective: FSDP2 gathers parameters in every backward pass of the step.
+        self.groups.on_backward(None if self.sharded else self._before_gradients)
+        lonely = holders.lonely()
+        if lonely and self.mirror_stride % self.place.world_size == 0 and self.place.rank == 0:
+            self._uncovered.lonely(lonely)
+
     @property
     def starts_at_the_top(self) -> bool:
         """This process makes the job's very first step, with DDP's very first buckets."""
@@ -194,7 +206,7 @@ class Keeper:
             self._compare()
         self._recorded = -1
         self.groups.reset_backward()
-        self.groups.before_nth(self.expected_collectives, self._settle)
+        self.groups.before_nth(self.expected_collectives, self.homes.settle)
         self.boundary.begin()
         self.page.mark(Mark.FORWARD, self.boundary.step)
         return self.boundary.step
@@ -213,21 +225,17 @@ class Keeper:
         assert self.cursor.has_batches, "a step has batches, and its entry says which come next"
         position = self.cursor.position_after()
         self._record(self._writer.entry(self.boundary.step + 1, position, self._private()))
-        self._drawn = torch.get_rng_state() if _is_watched(self.boundary.step) else None
+        self._uncovered.forward_done(self.boundary.step)
 
     def _record(self, payload: bytes) -> None:
-        assert self.ring is not None, "memory is opened before the first step"
         self._recorded = self.boundary.step + 1
-        self.ring.put(self._recorded, payload)
-        if self._mirror is not None:
-            self._mirror.send(self._recorded, payload)
+        self.homes.put(self._recorded, payload)
 
-    def _settle(self) -> None:
-        if self._mirror is not None:
-            self._mirror.settle()
+    def grads_ready(self, *, updates: bool = True) -> None:
+        """All gradients are in: the previous step is committed, and this one may be applied.
 
-    def grads_ready(self) -> None:
-        """All gradients are in: the previous step is committed, and this one may be applied."""
+        Not `updates`: the step is over and no optimizer was asked, as a loss scaler does.
+        """
         if self.boundary.updating:
             return
         launched = self.groups.launched_in_backward
@@ -235,10 +243,10 @@ class Keeper:
         if unseen:
             # Gradients were reduced by hand, outside any backward pass: record it now.
             self._before_gradients()
-        late = self._mirror is not None and not self._mirror.settled
-        if self._mirror is not None:
-            self._mirror.finish()
-        if unseen or late:
+        late = self.homes.finish()
+        if self.sharded:
+            vote.cast(self, updates=updates)
+        elif unseen or late:
             # My last gradient collective left before the neighbour's entry was safe, or there was
             # none that proves anything. Every rank sees the same count, so all of them vote.
             side_barrier(self.groups)
@@ -251,7 +259,7 @@ class Keeper:
     def applied(self) -> None:
         """The attempt is through on this rank."""
         step = self.boundary.step
-        self._watch_the_tail()
+        self._uncovered.attempt_done(self.groups.launched, updated=self.boundary.updated)
         samples = self._sample_range()
         step_ns = self.boundary.applied()
         self.page.set_step_ns(step_ns)
@@ -260,39 +268,29 @@ class Keeper:
         assert self.cursor is not None, "a step has a cursor"
         self.cursor.advance()
         self.page.mark(Mark.APPLIED, step)
-        if self.resumed_report_due:
+        if self.applies_in >= 0:
+            self.recover()
+        elif self.resumed_report_due:
             self.resumed_report_due = False
-            rank, pace = Rank(self.place.rank), step_ns / 1e9
-            size = self.registry.state_bytes()
-            seat = wire.SeatReport(
-                rank, boundary=step + 1, state_bytes=size, step=step, step_seconds=pace
-            )
-            self.report("Resume", Phase.RESUME, seat)
+            self._report_resumed(step, step_ns / 1e9)
             self.groups.drop_retired()
+
+    def _report_resumed(self, step: int, pace: float) -> None:
+        seat = wire.SeatReport(
+            Rank(self.place.rank),
+            boundary=step + 1,
+            state_bytes=self.registry.state_bytes(),
+            portions=self.registry.portions(),
+            covers=self.covering.reach() if self.covering is not None else (),
+            step=step,
+            step_seconds=pace,
+        )
+        self.report("Resume", Phase.RESUME, seat)
 
     def update_done(self) -> None:
         """The optimizers are through; only the tail of the attempt is left."""
         self.boundary.update_done()
-        self._launched_at_update = self.groups.launched
-
-    def _watch_the_tail(self) -> None:
-        """Say once, loudly, what a script does that cannot be covered."""
-        if self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state()):
-            self._warn(
-                "random numbers were drawn after the backward pass: a rank that dies there cannot "
-                "be rebuilt exactly; draw them before loss.backward()"
-            )
-        if self.boundary.updated and self.groups.launched != self._launched_at_update:
-            self._warn(
-                "a collective runs after optimizer.step() inside the attempt: a fault there cannot "
-                "be retried; move it before the update, or into session.on_commit"
-            )
-
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            sys.stderr.write(f"keepstep: {text}\n")
-            sys.stderr.flush()
+        self._uncovered.update_done(self.groups.launched)
 
     def _sample_range(self) -> tuple[int, int]:
         assert self.cursor is not None, "a step has a cursor"
@@ -341,47 +339,35 @@ class Keeper:
         self.has_state = False
 
     def open_mirror(self, boundary: int, payload: bytes, generation: int) -> None:
-        """Give a boundary's entry its two homes; the world agrees on the size of an entry.
+        """Give what only this rank has at a boundary its second home.
 
         Nobody may go on before every rank is through here.
         """
-        place = self.place
-        capacity = payload_bytes_max(largest(self.groups, len(payload)))
-        path = ring_path(place.room, place.rank, place.incarnation)
-        self.ring = Ring(path, payload_bytes_max=capacity, first=(boundary, payload))
-        if self._mirror is not None:
-            self._mirror.close()
-        stride = self.mirror_stride if place.world_size > 1 else 0
-        self._mirror = Mirror(place, generation, self.secret, stride)
-        self._mirror.open(self.groups.side, capacity)
-        self._mirror.send(boundary, payload)
-        self._mirror.finish()
+        first = (boundary, payload)
+        self.homes.open(self.groups, generation, self.secret, self.mirror_stride, first)
+        if self.covering is None and self.registry.holders.lonely():
+            self.covering = Covering(self)
+        if self.covering is not None:
+            self.covering.open(boundary, generation)
+
+    def adopt_header(self, header: Mapping[str, Any]) -> None:
+        """What a source tells before it sends."""
+        if not self.has_state:
+            # Who has none was told nothing yet; the others agreed on it.
+            self.registry.holders = Holders.from_plain(header["holders"])
+        self.registry.private = set(header["private"])
 
     def arrive(self, boundary: int, payload: bytes) -> None:
         """What was received is verified: this rank is whole, and a source, from here on."""
         self.boundary.arrive(boundary)
         self.has_state = True
-        self._arrived = (boundary, payload)
-
-    def private_at(self, boundary: int) -> bytes | None:
-        """This rank's own private state at a boundary, if it is still here."""
-        found = self.ring.get(boundary) if self.ring is not None else None
-        if found is None and self._arrived[0] == boundary:
-            # Received, and overtaken by another fault before the ring was made.
-            return self._arrived[1]
-        return found
-
-    def entry_at(self, boundary: int) -> bytes:
-        """The same for whoever cannot do without it."""
-        payload = self.private_at(boundary)
-        if payload is None:
-            raise NoHome(f"no private state of rank {self.place.rank} at {boundary}")
-        return payload
+        self.homes.arrived(boundary, payload)
 
     def _compare(self) -> None:
         """Find tensors that replicas do not share. A world collective, so all ranks come here."""
         rows = exchange_rows(self.groups, self.registry.digests())
-        found = find_private([[(str(n), str(d)) for n, d in row] for row in rows])
+        named = [[(str(n), str(d)) for n, d in row] for row in rows]
+        found = find_private(named, self.registry.holders)
         if self.boundary.step == _COMPARE_AT[0]:
             buffers = {name for name, _ in self.registry.buffers()}
             self.registry.private -= buffers - found
@@ -407,14 +393,20 @@ class Keeper:
 
     def fault(self, error: BaseException) -> None:
         """A collective broke under us: say so, and do as the orders tell."""
-        if not self.inbox.pending:
+        self.tell_broken(error)
+        self.recover()
+
+    def tell_broken(self, error: BaseException) -> None:
+        """Say that a collective broke, unless orders came already."""
+        if not self.inbox.pending and self.applies_in < 0:
             text = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
             self._report_broken(self.generation, text[:300])
-        self.recover()
 
     def recover(self) -> None:
         """Follow a migration's orders until training may go on."""
         self.page.mark(Mark.RECOVERING, self.boundary.step)
+        if self.applies_in >= 0:
+            vote.report_applied(self)
         while True:
             order = self.inbox.take(ORDER_SECONDS_MAX)
             try:

@@ -82,7 +82,8 @@ class Loopback:
 
     def _allgather_base(self, out: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Any:
         with torch.no_grad():
-            out.view(self._size, -1).copy_(mine.reshape(1, -1))
+            # FSDP2 gathers from a part of the output itself: copy_ refuses what overlaps.
+            out.view(self._size, -1).copy_(mine.reshape(1, -1).clone())
         return LoopbackWork([out])
 
     def gather(self, out: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> Any:

@@ -53,8 +53,8 @@ class Mirror:
         self._awaits = False
         self._capacity = 0
         if stride % place.world_size != 0:
-            said = _hello(secret, generation, place.rank, self._to)
-            expected = _hello(secret, generation, self._from, place.rank)
+            said = hello(secret, generation, place.rank, self._to, "entry")
+            expected = hello(secret, generation, self._from, place.rank, "entry")
             self._exchange = Exchange(place.address, said, expected)
 
     def open(self, side: Any, capacity: int) -> None:
@@ -113,9 +113,9 @@ class Mirror:
             self._exchange.close()
 
 
-def _hello(secret: str, generation: int, sender: int, receiver: int) -> bytes:
+def hello(secret: str, generation: int, sender: int, receiver: int, what: str) -> bytes:
     """What only this generation's ranks can say, and only about this pair of them."""
-    return hashlib.sha256(f"{secret}/{generation}/{sender}>{receiver}".encode()).digest()
+    return hashlib.sha256(f"{secret}/{generation}/{what}/{sender}>{receiver}".encode()).digest()
 
 
 def _endpoint_tensor(endpoint: Endpoint) -> torch.Tensor:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,10 @@ import torch.distributed as dist
 
 from keepstep import sabotage, wire
 from keepstep.model import Move
-from keepstep.training import transport
+from keepstep.training import covering, transport
+from keepstep.training.digest import digest
 from keepstep.training.groups import Groups, GroupsBroken, decode_log, encode_log, merge_logs
+from keepstep.training.holders import Holders, View, agree
 from keepstep.training.raw import tensor_bytes
 from keepstep.training.registry import Registry
 
@@ -35,8 +38,25 @@ _AGREE_SECONDS_MAX = 10.0
 _AGREE_PATIENCE = timedelta(milliseconds=100)
 
 
-Check = Callable[[Mapping[str, str]], str]
-"""Digests what this rank holds, given the digests of what it received; see recovery."""
+Check = Callable[[Mapping[str, str]], bool]
+"""Is what this rank holds right in every portion, given the digests of what it received? See
+recovery."""
+
+
+@dataclass(slots=True)
+class _Landed:
+    """One portion that arrived, beside the state that it is to replace or already in its place."""
+
+    move: Move
+    names: list[str]
+    tensors: list[torch.Tensor]
+    landing: list[torch.Tensor]
+    digests: list[str]
+    header: dict[str, Any]
+
+    @property
+    def received(self) -> dict[str, str]:
+        return dict(zip(self.names, self.digests, strict=True))
 
 
 def move_state(keeper: Keeper, reform: wire.Reform, check: Check) -> dict[str, str]:
@@ -45,77 +65,125 @@ def move_state(keeper: Keeper, reform: wire.Reform, check: Check) -> dict[str, s
     keeper.moved = (0, 0.0)
     waves = sorted({move.wave for move in reform.moves})
     for wave in waves:
-        landed: dict[str, str] = {}
+        beside: list[_Landed] = []
+        began = len(received)
         for move in reform.moves:
             if move.wave != wave:
                 continue
             if move.target == keeper.place.rank:
-                landed = received = _receive(keeper, move, reform.digest)
+                if move.rebuilt:
+                    received |= _rebuild(keeper, move)
+                    continue
+                landed = _receive(keeper, move)
+                if move.staged:
+                    beside.append(landed)
+                else:
+                    received |= landed.received
             elif keeper.place.rank in move.sources:
-                _send(keeper, move)
+                _send(keeper, move, reform.boundary)
+        received |= _take_in(keeper, reform, beside)
         if wave != waves[-1]:
-            fine = not landed or check(landed) == reform.digest
+            fine = len(received) == began or check(received)
             if not all(row["fine"] for row in exchange_rows(keeper.groups, {"fine": fine})):
                 # The next wave would overwrite older state that may be the last that is whole.
                 break
     return received
 
 
-def _send(keeper: Keeper, move: Move) -> None:
+def _header(keeper: Keeper) -> dict[str, Any]:
+    """What cannot be read off tensors."""
+    registry = keeper.registry
+    return {
+        "holders": registry.holders.to_plain(),
+        "private": sorted(registry.private),
+        "plain": registry.plain(),
+        "records": keeper.log.records(),
+        "committed": keeper.committed,
+    }
+
+
+def _rebuild(keeper: Keeper, move: Move) -> dict[str, str]:
+    """A portion that nobody holds, from its mirror; digested here, since nobody else can."""
+    began = time.monotonic()
+    header = covering.rebuild(keeper, move)
+    shared = keeper.registry.shared(move.portion)
+    tensors = [tensor for _, tensor in shared]
+    digests = [digest(tensor) for tensor in tensors]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    moved_bytes, seconds = keeper.moved
+    keeper.moved = (moved_bytes + size, seconds + time.monotonic() - began)
+    landed = _Landed(move, [name for name, _ in shared], tensors, tensors, digests, header)
+    _put(keeper, landed)
+    return landed.received
+
+
+def _send(keeper: Keeper, move: Move, boundary: int) -> None:
     registry, side = keeper.registry, keeper.groups.side
+    if move.rebuilt:
+        assert keeper.covering is not None, "who says that it covers a portion has a cover"
+        keeper.covering.send(move, boundary, _header(keeper))
+        return
     if keeper.place.rank == move.sources[0]:
-        header = {
-            "layout": registry.layout(),
-            "plain": registry.plain(),
-            "private": sorted(registry.private),
-            "records": keeper.log.records(),
-            "committed": keeper.committed,
-        }
-        _send_json(side, header, int(move.target))
-    tensors = [t for _, t in registry.shared()]
+        header = {**_header(keeper), "layout": registry.layout(move.portion)}
+        send_json(side, header, int(move.target))
+    tensors = [t for _, t in registry.shared(move.portion)]
     transport.send(side, tensors, move, keeper.place.rank)
 
 
-def _receive(keeper: Keeper, move: Move, wanted: str) -> dict[str, str]:
+def _receive(keeper: Keeper, move: Move) -> _Landed:
     registry, side = keeper.registry, keeper.groups.side
-    header = _receive_json(side, int(move.sources[0]))
-    registry.private = set(header["private"])
-    registry.conform([(n, d, s) for n, d, s in header["layout"]])
-    shared = registry.shared()
-    names = [name for name, _ in shared]
+    header = receive_json(side, int(move.sources[0]))
+    keeper.adopt_header(header)
+    registry.conform([(n, d, s, c) for n, d, s, c in header["layout"]], move.portion)
+    shared = registry.shared(move.portion)
     tensors = [tensor for _, tensor in shared]
-
-    def agreed(digests: list[str]) -> bool:
-        """Staged bytes replace an older whole state only if they are the right ones."""
-        found = registry.digest_of(zip(names, digests, strict=True), header["plain"])
-        right = found == wanted or sabotage.off("digest")
-        if right:
-            keeper.tear()
-        return right
-
     if not move.staged:
         keeper.tear()
     began = time.monotonic()
-    digests = transport.receive(side, tensors, move, verify=agreed if move.staged else None)
+    landing, digests = transport.land(side, tensors, move, move.staged)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    keeper.moved = (size, time.monotonic() - began)
-    received = dict(zip(names, digests, strict=True))
-    if keeper.has_state:
-        return received  # Staged bytes that were refused: the older state stands.
-    registry.load_plain(header["plain"])
-    keeper.log.adopt(header["records"])
-    keeper.committed = int(header["committed"])
-    registry.digests_received(received)
+    moved_bytes, seconds = keeper.moved
+    keeper.moved = (moved_bytes + size, seconds + time.monotonic() - began)
+    landed = _Landed(move, [name for name, _ in shared], tensors, landing, digests, header)
+    if not move.staged:
+        _put(keeper, landed)
+    return landed
+
+
+def _take_in(keeper: Keeper, reform: wire.Reform, beside: list[_Landed]) -> dict[str, str]:
+    """Staged portions replace an older whole state, all of them, only if all are the right ones."""
+    received: dict[str, str] = {}
+    for landed in beside:
+        portion = landed.move.portion
+        named = zip(landed.names, landed.digests, strict=True)
+        found = keeper.registry.digest_of(portion, named, landed.header["plain"])
+        if found != reform.digests.get(portion) and not sabotage.off("digest"):
+            return {}  # The older state stands.
+        received |= landed.received
+    if beside:
+        keeper.tear()
+    for landed in beside:
+        _put(keeper, landed)
     return received
 
 
-def _send_json(side: Any, value: object, target: int) -> None:
+def _put(keeper: Keeper, landed: _Landed) -> None:
+    registry, header = keeper.registry, landed.header
+    transport.put(landed.tensors, landed.landing)
+    registry.digests_received(landed.received)
+    if landed.move.portion == registry.holders.narrowest(keeper.place.rank):
+        registry.load_plain(header["plain"])
+        keeper.log.adopt(header["records"])
+        keeper.committed = int(header["committed"])
+
+
+def send_json(side: Any, value: object, target: int) -> None:
     raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     side.send([torch.tensor([raw.numel()])], target, _TAG_LENGTH).wait()
     side.send([raw], target, _TAG_HEADER).wait()
 
 
-def _receive_json(side: Any, source: int) -> dict[str, Any]:
+def receive_json(side: Any, source: int) -> dict[str, Any]:
     length = torch.zeros(1, dtype=torch.int64)
     side.recv([length], source, _TAG_LENGTH).wait()
     raw = torch.empty(int(length), dtype=torch.uint8)
@@ -136,6 +204,14 @@ def exchange_rows(groups: Groups, row: object) -> list[Any]:
     rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world)]
     groups.side.allgather([rows], [padded]).wait()
     return [json.loads(tensor_bytes(r[: int(n)])) for r, n in zip(rows, lengths, strict=True)]
+
+
+def agree_on_holders(groups: Groups, view: View) -> Holders:
+    """Every rank's view of who holds what, closed over the world. A world collective."""
+    rows = exchange_rows(groups, view.row(whole=False))
+    if len({row["digest"] for row in rows}) > 1:
+        rows = exchange_rows(groups, view.row(whole=True))
+    return agree([View.from_row(row, view.keys) for row in rows])
 
 
 def largest(groups: Groups, number: int) -> int:

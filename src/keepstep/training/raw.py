@@ -17,9 +17,19 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
 
 
+def tensor_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, in place. It must outlive the view."""
+    assert tensor.is_cpu and tensor.is_contiguous(), "others have no such bytes"
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
 def bytes_tensor(raw: bytes) -> torch.Tensor:
     """A tensor of its own with these bytes."""
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    # Uneven shards leave a rank with nothing, which frombuffer refuses.
+    return torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)[: len(raw)]
 
 
 def fill_from_bytes(tensor: torch.Tensor, raw: bytes) -> None:

@@ -1,6 +1,7 @@
 """A rank's way through a migration: what it does for each order.
 
     QUIESCE  leave the step for its boundary, digest, report
+    APPLY    make the update that others have made (vote.py), report QUIESCE again
     REFORM   new groups, state in (or out), private state to its second home, digest, report
     RESUME   train on;  SAVE  write a just-in-time checkpoint and wait for the end
 
@@ -17,14 +18,14 @@ from typing import TYPE_CHECKING, NoReturn
 import torch.distributed as dist
 
 from keepstep import sabotage, wire
-from keepstep.errors import ConfigError, NoHome
+from keepstep.errors import ConfigError, NoHome, Permanent
 from keepstep.model import Phase, Rank
 from keepstep.page import Mark
 from keepstep.training import checkpoint
 from keepstep.training.finding import Finding, take_private
-from keepstep.training.groups import reset_ddp
 from keepstep.training.movement import agree_on_groups, move_state
 from keepstep.training.pointed_store import connect
+from keepstep.training.reset import reset
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
@@ -50,6 +51,11 @@ def obey(keeper: Keeper, order: wire.Order) -> bool:
             if keeper.is_leaving(quiesce):
                 keeper.leaves_in = generation
             _quiesce(keeper, generation, quiesce)
+        case wire.Apply() as apply:
+            if keeper.place.rank in apply.ranks:
+                # Past the update, or no more able to make it: say where this rank is.
+                unwind(keeper)
+                report_boundary(keeper, generation, "Quiesce Apply")
         case wire.Reform() as reform:
             _reform(keeper, generation, reform)
         case wire.Resume() as resume:
@@ -71,31 +77,44 @@ def _quiesce(keeper: Keeper, generation: int, quiesce: wire.Quiesce) -> None:
     if keeper.reformed:
         # A round that did not end in training: perhaps because a remembered digest was stale.
         keeper.registry.forget_digests()
-    if keeper.boundary.unwind():
-        assert keeper.cursor is not None, "a step has a cursor"
-        keeper.cursor.advance()
+    unwind(keeper)
     if keeper.leaves_in == generation:
         # Whoever has our rank speaks for it.
         return
     # Others may be longer on their way to the boundary: use the time.
     keeper.prepare(generation, quiesce)
-    intact = keeper.has_state and keeper.boundary.whole
+    report_boundary(keeper, generation, "Quiesce")
+
+
+def unwind(keeper: Keeper) -> None:
+    """Leave a broken step for its boundary. Safe to repeat."""
+    if keeper.boundary.unwind():
+        assert keeper.cursor is not None, "a step has a cursor"
+        keeper.cursor.advance()
+
+
+def report_boundary(
+    keeper: Keeper, generation: int, kinds: str = "Quiesce", *, ready: bool = False
+) -> None:
+    """Where this rank is, and what it holds there."""
     rank = Rank(keeper.place.rank)
-    if not intact:
-        keeper.report("Quiesce", Phase.QUIESCE, empty_seat(keeper, generation), generation)
+    if not (keeper.has_state and keeper.boundary.whole):
+        keeper.report(kinds, Phase.QUIESCE, empty_seat(keeper, generation), generation)
         return
     seat = wire.SeatReport(
         rank,
         boundary=keeper.boundary.step,
         intact=True,
-        digest=_vote_digest(keeper),
-        entries=keeper.ring.boundaries() if keeper.ring is not None else (),
+        digests=_digests(keeper),
+        ready=ready,
+        covers=keeper.covering.reach() if keeper.covering is not None else (),
+        entries=keeper.homes.boundaries(),
         state_bytes=keeper.registry.state_bytes(),
         unsettled=keeper.unsettled,
         step_seconds=keeper.step_seconds,
         groups=_groups_made(keeper, generation),
     )
-    keeper.report("Quiesce", Phase.QUIESCE, seat, generation)
+    keeper.report(kinds, Phase.QUIESCE, seat, generation)
 
 
 def empty_seat(keeper: Keeper, generation: int) -> wire.SeatReport:
@@ -109,14 +128,17 @@ def _groups_made(keeper: Keeper, generation: int) -> str:
     return made if prepared in (None, made) else ""
 
 
-def _vote_digest(keeper: Keeper) -> str:
-    return "unchecked" if sabotage.off("digest") else keeper.registry.shared_digest()
+def _digests(keeper: Keeper, received: Mapping[str, str] | None = None) -> dict[str, str]:
+    if sabotage.off("digest"):
+        return dict.fromkeys(keeper.registry.portions(), "unchecked")
+    return keeper.registry.shared_digests(received)
 
 
 def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     place = keeper.place
     rank = Rank(place.rank)
     keeper.reformed = True
+    unwind(keeper)
     keeper.reach("reform")
 
     def overtaken() -> bool:
@@ -144,24 +166,35 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
         keeper.report("Reform", Phase.VERIFY, wire.SeatReport(rank, problem=str(error)))
         return
 
-    def check(received: Mapping[str, str]) -> str:
-        """The digest of what this rank holds; what it received is whole if the digest is right."""
-        found = "unchecked" if sabotage.off("digest") else keeper.registry.shared_digest(received)
-        if received and found == reform.digest and not keeper.has_state:
+    def check(received: Mapping[str, str]) -> bool:
+        """Is every portion right? What this rank received is whole only then."""
+        found.update(_digests(keeper, received))
+        right = all(
+            value == reform.digests.get(portion) or portion in rebuilt
+            for portion, value in found.items()
+        )
+        if received and right and not keeper.has_state:
             if not joining:
                 _end_finding(keeper)
                 # The batches too: the loop's body may hold them already and not ask again.
                 keeper.finding = Finding(keeper, reform, receiving=True, known=payload)
                 keeper.finding.payload()
             keeper.arrive(reform.boundary, payload)
-        return found
+        return right
 
+    found: dict[str, str] = {}
+    # Nobody can say what these should be: every part of them was checked as it came.
+    rebuilt = {move.portion for move in reform.moves if move.rebuilt and move.target == rank}
     keeper.reach("transfer")
-    received = move_state(keeper, reform, check)
+    try:
+        received = move_state(keeper, reform, check)
+    except Permanent as error:
+        keeper.report("Reform", Phase.VERIFY, wire.SeatReport(rank, problem=str(error)))
+        return
     keeper.mirror_stride = reform.membership.mirror_stride
     keeper.reach("verify")
     # Before the mirrors are made anew: from here on the older boundary is not needed any more.
-    digest = check(received)
+    check(received)
     keeper.secret = reform.membership.secret
     # No barrier: whoever says VERIFY holds its neighbour's entry, and all say it before a resume.
     keeper.open_mirror(reform.boundary, payload, generation)
@@ -171,7 +204,7 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
         rank,
         boundary=reform.boundary,
         intact=intact,
-        digest=digest,
+        digests=found,
         moved_bytes=moved_bytes,
         moved_seconds=moved_seconds,
     )
@@ -192,9 +225,9 @@ def _resume(keeper: Keeper, generation: int, resume: wire.Resume) -> None:
     keeper.reformed = False
     keeper.generation = generation
     keeper.page.set_generation(generation)
-    if not sabotage.off("reset"):
-        for module in keeper.registry.modules.values():
-            reset_ddp(module)
+    for module in keeper.registry.modules.values():
+        reset(module)
+    keeper.know_holders()
     keeper.expected_collectives = 1
     keeper.page.count_launches_from_here()
     keeper.log.forget_after(resume.boundary)
@@ -202,6 +235,7 @@ def _resume(keeper: Keeper, generation: int, resume: wire.Resume) -> None:
 
 
 def _save(keeper: Keeper, generation: int, save: wire.Save) -> None:
+    unwind(keeper)
     try:
         checkpoint.rescue(keeper, save)
         seat = wire.SeatReport(Rank(keeper.place.rank), boundary=save.boundary, intact=True)
@@ -211,11 +245,10 @@ def _save(keeper: Keeper, generation: int, save: wire.Save) -> None:
 
 
 def load_checkpoint(keeper: Keeper, found: checkpoint.Found) -> None:
-    payload = checkpoint.load(found, keeper.registry, keeper.place.rank)
+    payload = checkpoint.load(found, keeper)
     take_private(keeper, payload, found.boundary)
     keeper.boundary.arrive(found.boundary)
     keeper.committed = found.boundary - 1
-    keeper.log.adopt(found.manifest["records"])
 
 
 def _leave(keeper: Keeper, exit_code: int) -> NoReturn:

@@ -1,9 +1,10 @@
 """What counts as state, and who holds the same state.
 
 Everything registered is flattened into named tensors in one canonical order, the same on every
-rank, and a remainder of plain values (learning rates, a scheduler's counters). Tensors that
-replicas hold alike are *shared* and can be rebuilt from any of them; those whose digests differ
-between ranks are *private*, found by comparison, and travel with the rank's private entry.
+rank, and a remainder of plain values (learning rates, a scheduler's counters). Of a DTensor the
+rank's own part counts. Tensors that replicas hold alike are *shared*, in portions by who holds
+them, and can be rebuilt from any holder; those whose digests differ between ranks that should
+hold them alike are *private*, found by comparison, and travel with the rank's private entry.
 
 Nothing here sends anything; nothing here guesses: a value it cannot carry exactly is refused.
 """
@@ -14,7 +15,7 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,7 +24,10 @@ from torch import nn
 
 from keepstep.errors import ConfigError
 from keepstep.training.capsule import DigestCache, byte_view, combine, digest
+from keepstep.training.holders import Holders, View, Views, is_cut, is_distributed, local_of
 from keepstep.training.raw import fill_from_bytes, tensor_bytes
+
+Layout = list[tuple[str, str, list[int], bool]]
 
 
 @runtime_checkable
@@ -52,7 +56,11 @@ class SaveRestore:
 class Registry:
     """The registered parts of one job on this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.rank = rank
+        self.holders = Holders.alike(world)
+        """Who holds what. All ranks agree on it before the first step; a joiner is told."""
+        self._views = Views(rank, world)
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Stateful] = {}
@@ -63,6 +71,9 @@ class Registry:
         self._fixed_key: tuple[int, ...] = ()
         self._fixed: list[tuple[str, torch.Tensor]] = []
         self._buffer_places: list[tuple[str, nn.Module, str]] = []
+        self._kept: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        """Parameters of modules that are cut, as they were registered. FSDP2 puts others in their
+        place while it runs, and DDP over a mesh hides them for good in its first forward pass."""
 
     def add(self, name: str, part: object) -> None:
         taken = (self.modules, self.optimizers, self.others, self.generators)
@@ -70,6 +81,9 @@ class Registry:
             raise ConfigError(f"state {name!r} is registered twice; give each part its own name")
         if isinstance(part, nn.Module):
             self.modules[name] = part
+            self._views.note(part)
+            if is_cut(part):
+                self._kept[name] = list(part.named_parameters())
         elif isinstance(part, torch.optim.Optimizer):
             self.optimizers[name] = part
         elif isinstance(part, torch.Generator):
@@ -101,9 +115,13 @@ class Registry:
         return (len(self.modules), *(len(o.state) for o in self.optimizers.values()))
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._named_parameters():
+            yield name, local_of(parameter.detach())
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, module in self.modules.items():
-            for key, parameter in module.named_parameters():
-                yield f"{name}.{key}", parameter.detach()
+            for key, parameter in self._kept.get(name) or module.named_parameters():
+                yield f"{name}.{key}", parameter
 
     def _optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, optimizer in self.optimizers.items():
@@ -111,7 +129,7 @@ class Registry:
                 state = optimizer.state.get(parameter, {})
                 for key in sorted(state):
                     if isinstance(state[key], torch.Tensor):
-                        yield f"{name}.{index}.{key}", state[key]
+                        yield f"{name}.{index}.{key}", local_of(state[key])
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors that a forward pass may change, or replace: looked up each time."""
@@ -121,7 +139,7 @@ class Registry:
         for name, module, key in self._buffer_places:
             buffer = module._buffers[key]
             if buffer is not None:
-                found.append((name, buffer))
+                found.append((name, local_of(buffer)))
         return found
 
     def _find_buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
@@ -130,9 +148,70 @@ class Registry:
                 for key in inner._buffers:
                     yield ".".join(part for part in (name, path, key) if part), inner, key
 
-    def shared(self) -> list[tuple[str, torch.Tensor]]:
-        """What any replica can give back."""
-        return [(name, tensor) for name, tensor in self.tensors() if name not in self.private]
+    # ------------------------------------------------------------ who holds what
+
+    def view(self) -> View:
+        """How this rank sees the holders of everything registered, before they are agreed on."""
+        views = self._views
+        named = [(name, views.of(parameter)) for name, parameter in self._named_parameters()]
+        for name, module, key in self._find_buffers():
+            buffer = module._buffers[key]
+            if buffer is not None:
+                named.append((name, views.of(buffer)))
+        for name, optimizer in self.optimizers.items():
+            for index, parameter in enumerate(_parameters_of(optimizer)):
+                named.append((f"{name}.{index}", views.of(parameter)))
+        return View.make(named)
+
+    def strays(self) -> list[str]:
+        """Parameters that an optimizer updates and no registered module shows: nobody moves them.
+
+        A model that ran before it was registered may hide some (DDP over a mesh does).
+        """
+        known = {id(parameter) for _, parameter in self._named_parameters()}
+        return [
+            f"{name}.{index}"
+            for name, optimizer in self.optimizers.items()
+            for index, parameter in enumerate(_parameters_of(optimizer))
+            if id(parameter) not in known
+        ]
+
+    def under(self, name: str) -> list[torch.Tensor]:
+        """Parameters and buffers of this name, or of the part that is called so."""
+        named: list[tuple[str, torch.Tensor | None]] = list(self._named_parameters())
+        named += [(known, module._buffers[key]) for known, module, key in self._find_buffers()]
+        return [
+            tensor
+            for known, tensor in named
+            if tensor is not None and (known == name or known.startswith(f"{name}."))
+        ]
+
+    def portion_of(self, name: str) -> str:
+        """The portion that a tensor of this rank belongs to. Optimizer state follows its owner."""
+        return self.holders.portion(self._key(name), self.rank)
+
+    def _key(self, name: str) -> str:
+        return name if name in self.holders.of else name.rpartition(".")[0]
+
+    def portions(self) -> tuple[str, ...]:
+        return self.holders.portions(self.rank)
+
+    def shared(self, portion: str | None = None) -> list[tuple[str, torch.Tensor]]:
+        """What a replica can give back: all of it, or one portion."""
+        return [
+            (name, tensor)
+            for name, tensor in self.tensors()
+            if name not in self.private and (portion is None or self.portion_of(name) == portion)
+        ]
+
+    def optimized(self, portion: str) -> list[tuple[str, torch.Tensor]]:
+        """The parameters of one portion that optimizers update, in their order."""
+        return [
+            (key, parameter)
+            for name, optimizer in self.optimizers.items()
+            for index, parameter in enumerate(_parameters_of(optimizer))
+            if self.holders.portion(key := f"{name}.{index}", self.rank) == portion
+        ]
 
     def private_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """What the private entry carries beside the implicit generators."""
@@ -178,6 +257,14 @@ class Registry:
             plain[name] = _encode(other.state_dict())
         return plain
 
+    def settings(self) -> dict[str, Any]:
+        """What the optimizers go by in their next step: learning rates and the like."""
+        return {n: _encode(_optimizer_plain(o)["groups"]) for n, o in self.optimizers.items()}
+
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        for name, optimizer in self.optimizers.items():
+            _load_groups(optimizer, _decode(settings[name]))
+
     def load_plain(self, plain: Mapping[str, Any]) -> None:
         for name, optimizer in self.optimizers.items():
             if name in plain:
@@ -187,22 +274,25 @@ class Registry:
                 own = other.state_dict()
                 other.load_state_dict(_shaped_like(own, _decode(plain[name])))
 
-    def conform(self, layout: list[tuple[str, str, list[int]]]) -> None:
+    def conform(self, layout: Layout, portion: str | None = None) -> None:
         """Give the optimizers just the state tensors that the sources have, uninitialised.
 
         A joiner has stepped a different number of times than its sources, so it may lack state
-        that they hold, or hold state that they have not made yet.
+        that they hold, or hold state that they have not made yet. Sources of one portion speak of
+        that portion alone.
         """
-        wanted: dict[str, dict[str, tuple[str, list[int]]]] = {}
-        for name, dtype, shape in layout:
+        wanted: dict[str, dict[str, tuple[str, list[int], bool]]] = {}
+        for name, dtype, shape, cut in layout:
             owner, _, key = name.rpartition(".")
-            wanted.setdefault(owner, {})[key] = (dtype, shape)
+            wanted.setdefault(owner, {})[key] = (dtype, shape, cut)
         for name, optimizer in self.optimizers.items():
             for index, parameter in enumerate(_parameters_of(optimizer)):
-                _conform_state(optimizer, parameter, wanted.get(f"{name}.{index}", {}))
+                owner = f"{name}.{index}"
+                if portion is None or self.holders.portion(owner, self.rank) == portion:
+                    _conform_state(optimizer, parameter, wanted.get(owner, {}))
         self._fixed_key = ()
-        own = [(n, str(t.dtype), list(t.shape)) for n, t in self.shared()]
-        if own != [(n, d, list(s)) for n, d, s in layout]:
+        own = self.layout(portion)
+        if own != [(n, d, list(s), c) for n, d, s, c in layout]:
             differing = next(
                 (f"{a} against {b}" for a, b in zip(own, layout, strict=False) if a != tuple(b)),
                 f"{len(own)} tensors against {len(layout)}",
@@ -212,8 +302,21 @@ class Registry:
                 "the script must build the same model on every rank"
             )
 
-    def layout(self) -> list[tuple[str, str, list[int]]]:
-        return [(name, str(t.dtype), list(t.shape)) for name, t in self.shared()]
+    def layout(self, portion: str | None = None) -> Layout:
+        """Name, type and shape of each shared tensor, and whether it is a part of a DTensor."""
+        cut = self._distributed()
+        return [(n, str(t.dtype), list(t.shape), n in cut) for n, t in self.shared(portion)]
+
+    def _distributed(self) -> set[str]:
+        """Names of optimizer state that is DTensors: a receiver has to make the same."""
+        return {
+            f"{name}.{index}.{key}"
+            for name, optimizer in self.optimizers.items()
+            for index, parameter in enumerate(_parameters_of(optimizer))
+            if is_distributed(parameter)
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if is_distributed(value)
+        }
 
     # ------------------------------------------------------------ digests
 
@@ -231,12 +334,11 @@ class Registry:
                 found.append((name, digest(tensor)))
         return found
 
-    def _frozen(self) -> dict[str, nn.Parameter]:
+    def _frozen(self) -> dict[str, torch.Tensor]:
         """Parameters that nothing updates: their digest holds while their version does."""
         return {
-            f"{name}.{key}": parameter
-            for name, module in self.modules.items()
-            for key, parameter in module.named_parameters()
+            name: local_of(parameter)
+            for name, parameter in self._named_parameters()
             if not parameter.requires_grad
         }
 
@@ -251,23 +353,44 @@ class Registry:
         """Look at every byte again: something that was remembered may have been wrong."""
         self._cache.forget()
 
-    def shared_digest(self, received: Mapping[str, str] | None = None) -> str:
-        """One digest over all shared state, plain values included."""
-        named = [pair for pair in self.digests(received) if pair[0] not in self.private]
-        return self.digest_of(named, self.plain())
+    def shared_digests(self, received: Mapping[str, str] | None = None) -> dict[str, str]:
+        """One digest per portion that this rank holds, plain values included."""
+        named: dict[str, list[tuple[str, str]]] = {portion: [] for portion in self.portions()}
+        for name, value in self.digests(received):
+            if name not in self.private:
+                named[self.portion_of(name)].append((name, value))
+        plain = self.plain()
+        return {portion: self.digest_of(portion, each, plain) for portion, each in named.items()}
 
-    def digest_of(self, named: Iterable[tuple[str, str]], plain: dict[str, Any]) -> str:
-        """The digest of shared state whose tensors have these digests."""
+    def digest_of(
+        self, portion: str, named: Iterable[tuple[str, str]], plain: dict[str, Any]
+    ) -> str:
+        """The digest of a portion whose tensors have these digests.
+
+        Plain values go with the narrowest portion: only its holders are sure to have the same.
+        """
+        if portion != self.holders.narrowest(self.rank):
+            return combine(named)
         return combine([*named, ("plain", _plain_digest(plain))])
 
     def state_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for _, t in self.shared())
 
 
-def find_private(rows: list[list[tuple[str, str]]]) -> set[str]:
-    """Names whose digests differ between ranks; `rows` holds each rank's digests. Pure."""
-    first = dict(rows[0])
-    return {name for row in rows[1:] for name, value in row if first.get(name) != value}
+def find_private(rows: list[list[tuple[str, str]]], holders: Holders) -> set[str]:
+    """Names whose digests differ between ranks that should hold them alike. Pure.
+
+    `rows` holds each rank's digests. A name is private on all ranks or on none, so that everybody
+    means the same by what is shared.
+    """
+    first: dict[tuple[str, str], str] = {}
+    found = set()
+    for rank, row in enumerate(rows):
+        for name, value in row:
+            key = name if name in holders.of else name.rpartition(".")[0]
+            if first.setdefault((name, holders.portion(key, rank)), value) != value:
+                found.add(name)
+    return found
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -284,22 +407,26 @@ def _optimizer_plain(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _load_optimizer_plain(optimizer: torch.optim.Optimizer, plain: Mapping[str, Any]) -> None:
-    for group, values in zip(optimizer.param_groups, plain["groups"], strict=True):
+    _load_groups(optimizer, plain["groups"])
+    for parameter, values in zip(_parameters_of(optimizer), plain["state"], strict=True):
+        if values:
+            optimizer.state[parameter].update(values)
+
+
+def _load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
             # A tensor learning rate (capturable optimizers) must stay the same object.
             if isinstance(group.get(key), torch.Tensor):
                 group[key].copy_(value)
             else:
                 group[key] = _shaped_like(group.get(key), value)
-    for parameter, values in zip(_parameters_of(optimizer), plain["state"], strict=True):
-        if values:
-            optimizer.state[parameter].update(values)
 
 
 def _conform_state(
     optimizer: torch.optim.Optimizer,
     parameter: torch.Tensor,
-    wanted: dict[str, tuple[str, list[int]]],
+    wanted: dict[str, tuple[str, list[int], bool]],
 ) -> None:
     state = optimizer.state.get(parameter, {})
     for key in [k for k, v in state.items() if isinstance(v, torch.Tensor) and k not in wanted]:
@@ -309,12 +436,19 @@ def _conform_state(
             optimizer.state.pop(parameter, None)
         return
     state = optimizer.state[parameter]
-    for key, (dtype_name, shape) in wanted.items():
+    for key, (dtype_name, shape, cut) in wanted.items():
         dtype = getattr(torch, dtype_name.removeprefix("torch."))
         held = state.get(key)
-        if not isinstance(held, torch.Tensor) or (held.dtype, list(held.shape)) != (dtype, shape):
+        if isinstance(held, torch.Tensor) and is_distributed(held) == cut:
+            local = local_of(held)
+            if (local.dtype, list(local.shape)) == (dtype, shape):
+                continue
+        if cut:
+            state[key] = torch.zeros_like(parameter, dtype=dtype)
+        else:
             # Step counters live on the CPU in torch's optimizers; moments live with the parameter.
-            device = parameter.device if shape == list(parameter.shape) else torch.device("cpu")
+            like = shape == list(parameter.shape)
+            device = parameter.device if like else torch.device("cpu")
             state[key] = torch.zeros(shape, dtype=dtype, device=device)
 
 

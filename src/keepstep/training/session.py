@@ -27,12 +27,14 @@ from keepstep import sabotage
 from keepstep.errors import ConfigError, Fenced
 from keepstep.training import checkpoint, standby
 from keepstep.training.groups import Groups
+from keepstep.training.holders import held_by, is_cut
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, WarmLoader, warm_up
 from keepstep.training.registry import Registry
+from keepstep.training.reset import forget_meshes
 from keepstep.training.seat import Place, Seat, read_place
 
-__all__ = ["Seat", "Session", "init_process_group", "session"]
+__all__ = ["Seat", "Session", "held_by", "init_process_group", "session"]
 
 GROUP_SECONDS_MAX = 1800.0
 """torch's own default. A backstop only: a broken group is freed by its sockets, not by time."""
@@ -180,7 +182,7 @@ class Session:
             self._cursor.advance()
             self._step += 1
             return
-        self._keeper.grads_ready()
+        self._keeper.grads_ready(updates=False)
         self._keeper.applied()
 
     @property
@@ -234,6 +236,23 @@ class Session:
             yield
         finally:
             self._keeper.not_busy()
+
+    def held_by(self, what: str | torch.nn.Module | torch.Tensor, ranks: Iterable[int]) -> None:
+        """Declare which ranks hold the same values, where no DTensor and no DDP says it.
+
+        `what` is a module, a tensor, or the name of registered state ("model.blocks.0"). Call it
+        on every rank before the first step.
+        """
+        if self._keeper is None:
+            return
+        if not isinstance(what, str):
+            held_by(what, ranks)
+            return
+        tensors = self._keeper.registry.under(what)
+        if not tensors:
+            raise ConfigError(f"no registered state is called {what!r}")
+        for tensor in tensors:
+            held_by(tensor, ranks)
 
     def save(self) -> str | None:
         """Write a checkpoint of this boundary, on every rank, and publish it.
@@ -369,8 +388,15 @@ def _park(place: Place, build: Callable[[Seat], dict[str, Any]]) -> Session:
     groups = _groups
     assert groups is not None, "groups were made above"
     made = _call_build(build, place)
+    cut = any(isinstance(part, torch.nn.Module) and is_cut(part) for part in made.values())
     rehearsal = Session(made, None)
     rehearsal.rehearse_ahead()
+    if cut:
+        # Meshes, shards and their sizes are the tentative rank's. What stays is what a first build
+        # and a first step cost: imports, caches, memory.
+        del rehearsal, made
+        forget_meshes()
+        return _build_again(standby.park(), groups, build)
     warm = Registry()
     for name, part in rehearsal.parts.items():
         warm.add(name, part)
@@ -384,4 +410,14 @@ def _park(place: Place, build: Callable[[Seat], dict[str, Any]]) -> Session:
         Cursor(made["loader"], 1, None).reseat(seated.rank, seated.world_size)
     session_ = Session(made, Keeper(seated, groups))
     session_._rehearsed, session_._warm = rehearsal._rehearsed, rehearsal._warm
+    return session_
+
+
+def _build_again(seated: Place, groups: Groups, build: Callable[[Seat], dict[str, Any]]) -> Session:
+    """A sharded model for the seat that its standby was given."""
+    groups.reseat(seated.rank, anew=True)
+    made = _call_build(build, seated)
+    # Registered before anything runs: DDP over a mesh hides parameters in its first forward pass.
+    session_ = Session(made, Keeper(seated, groups))
+    session_.rehearse_ahead()
     return session_

@@ -68,14 +68,26 @@ def receive(
     assert move.sources, "a move needs a source"
     staged = move.staged if staged is None else staged
     assert verify is None or staged, "verify decides about staged bytes; in place it is too late"
-    landing = [_landing(tensor, staged) for tensor in tensors]
-    digests = _receive_into(side, move, landing)
+    landing, digests = land(side, tensors, move, staged)
     if staged and verify is not None and not verify(digests):
         return digests
+    put(tensors, landing)
+    return digests
+
+
+def land(
+    side: Any, tensors: Sequence[torch.Tensor], move: Move, staged: bool
+) -> tuple[list[torch.Tensor], list[str]]:
+    """The first half of receiving: bytes beside the tensors, or in them where that is allowed."""
+    landing = [_landing(tensor, staged) for tensor in tensors]
+    return landing, _receive_into(side, move, landing)
+
+
+def put(tensors: Sequence[torch.Tensor], landing: Sequence[torch.Tensor]) -> None:
+    """The second half: what landed beside its tensor goes in."""
     for tensor, landed in zip(tensors, landing, strict=True):
         if not _shares_memory(tensor, landed):
             _put(tensor, landed)
-    return digests
 
 
 # ---------------------------------------------------------------- receiving

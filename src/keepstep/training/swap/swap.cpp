@@ -464,7 +464,8 @@ class Loopback final : public Backend {
   }
   void fill_chunks(at::Tensor& out, const at::Tensor& in) const {
     at::AutoDispatchBelowAutograd below;
-    out.view({size_, -1}).copy_(in.reshape({1, -1}));
+    // FSDP2 gathers from a part of the output itself: copy_ refuses what overlaps.
+    out.view({size_, -1}).copy_(in.reshape({1, -1}).clone());
   }
   at::Tensor mine(const at::Tensor& in) const {
     at::AutoDispatchBelowAutograd below;

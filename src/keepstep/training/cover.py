@@ -1,0 +1,203 @@
+"""A second home for shards that live once: what full-shard FSDP holds on one rank only.
+
+Before a rank votes for a step's update it has written ahead, to the rank `mirror_stride` seats on,
+what the update will need: its reduced gradients and the optimizer's settings. Nobody acknowledges:
+the mirror withholds its own vote until the record lies in its node's memory (kept.py), so once a
+vote is through, every shard's step can be made again from there. A capsule of the whole shard is
+renewed every CAPSULE_STEPS steps, in pieces that travel with the records.
+
+        rank r    backward | record s, piece j -> r+k | vote | update
+        rank r+k  backward | … takes r's record into its memory | vote | update
+
+A rank that takes a lost one's seat gets capsule and records and makes the steps again with the same
+kernels (replay.py): recovery only rolls forward.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepstep.errors import Permanent
+from keepstep.training.digest import byte_view, combine, digest
+from keepstep.training.exchange import Exchange
+from keepstep.training.kept import Kept, Sizes, kept_path
+from keepstep.training.raw import tensor_view
+
+CAPSULE_STEPS = 8
+"""A capsule is about three times a record: so it adds three eighths to what a record costs. And
+the mirror's log has to hold twice so many records."""
+META_BYTES_MAX = 1 << 20
+SMALL_BYTES = 64 * 1024
+_RECORD = struct.Struct("<qqqqqq")
+"""Bytes of meta and of gradients; a capsule's boundary, its size, where the piece begins, and how
+long it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one step does to a shard."""
+
+    meta: dict[str, Any]
+    """What the caller said of the step, and of the gradients: `sizes` in bytes, -1 for none,
+    `dtypes`, and `digest` of them all."""
+    gradients: memoryview
+
+
+def digest_many(views: Sequence[torch.Tensor]) -> str:
+    """One digest of many tensors' bytes: small ones together, because each one costs a little."""
+    small = [view for view in views if view.numel() < SMALL_BYTES]
+    named = [(str(i), digest(v)) for i, v in enumerate(views) if v.numel() >= SMALL_BYTES]
+    if small:
+        named.append(("small", digest(torch.cat(small))))
+    return combine(named)
+
+
+def read_record(raw: memoryview) -> Record:
+    meta_bytes, gradient_bytes, *_ = _RECORD.unpack_from(raw, 0)
+    start = _RECORD.size
+    meta = json.loads(bytes(raw[start : start + meta_bytes]))
+    start += meta_bytes
+    return Record(meta, raw[start : start + gradient_bytes])
+
+
+class Capsule:
+    """A copy of the shard at a boundary, on its way to the mirror piece by piece."""
+
+    def __init__(
+        self, boundary: int, meta: dict[str, Any], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self.boundary = boundary
+        views = [byte_view(tensor) for tensor in tensors]
+        text = json.dumps(
+            {**meta, "sizes": [v.numel() for v in views], "digests": [digest(v) for v in views]}
+        ).encode()
+        head = struct.pack("<q", len(text)) + text
+        self.raw = torch.empty(len(head) + sum(v.numel() for v in views), dtype=torch.uint8)
+        self.raw[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        at = len(head)
+        for view in views:
+            self.raw[at : at + view.numel()].copy_(view)
+            at += view.numel()
+        self.sent = 0
+
+    @property
+    def size(self) -> int:
+        return int(self.raw.numel())
+
+    def next_piece(self, steps_left: int) -> tuple[int, memoryview]:
+        """Where it begins, and its bytes: so many that `steps_left` such pieces are enough."""
+        first = self.sent
+        self.sent = min(self.size, first + -(-(self.size - first) // max(1, steps_left)))
+        return first, tensor_view(self.raw)[first : self.sent]
+
+
+def read_capsule(raw: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
+    """A capsule's meta, and the bytes of its tensors."""
+    (length,) = struct.unpack_from("<q", raw, 0)
+    at = 8 + length
+    meta = json.loads(bytes(raw[8:at]))
+    pieces = []
+    for size in meta["sizes"]:
+        pieces.append(raw[at : at + size])
+        at += size
+    if at != len(raw):
+        raise Permanent("a capsule's sizes do not fit its bytes")
+    return meta, pieces
+
+
+class Owner:
+    """This rank's side as the owner of a shard: what to write ahead, step by step."""
+
+    def __init__(self, steps: int = CAPSULE_STEPS) -> None:
+        self._steps = steps
+        self._growing: Capsule | None = None
+        self._whole_at = -1
+        """The boundary of the newest capsule that the mirror has whole."""
+
+    def covered(self, boundary: int) -> None:
+        """The mirror has a whole capsule of this boundary; one that was on its way is given up."""
+        self._whole_at = boundary
+        self._growing = None
+
+    def capsule_due(self, step: int) -> bool:
+        """Should the caller hand over a copy of the shard with this step's record?"""
+        return self._growing is None and step > self._whole_at
+
+    def record(
+        self,
+        step: int,
+        meta: dict[str, Any],
+        gradients: Sequence[torch.Tensor | None],
+        capsule: Capsule | None = None,
+    ) -> list[bytes | memoryview]:
+        """The parts of this step's message. The gradients must stay as they are until it left."""
+        if capsule is not None:
+            self._growing = capsule
+        boundary, size, first, piece = -1, 0, 0, memoryview(b"")
+        if self._growing is not None:
+            boundary, size = self._growing.boundary, self._growing.size
+            # Before the log runs out of room for the steps since the capsule that is whole.
+            left = min(self._growing.boundary, self._whole_at + self._steps) + self._steps - step
+            first, piece = self._growing.next_piece(left)
+        present = [byte_view(g) for g in gradients if g is not None]
+        sizes = [-1 if g is None else g.numel() * g.element_size() for g in gradients]
+        dtypes = [None if g is None else str(g.dtype) for g in gradients]
+        known = digest_many(present)
+        text = json.dumps({**meta, "sizes": sizes, "dtypes": dtypes, "digest": known}).encode()
+        if len(text) > META_BYTES_MAX:
+            raise Permanent(f"a record's settings take {len(text)} bytes")
+        head = _RECORD.pack(
+            len(text), sum(v.numel() for v in present), boundary, size, first, len(piece)
+        )
+        return [head + text, *map(tensor_view, present), piece]
+
+    def sent(self) -> None:
+        """The step's vote is through: the mirror has what was sent."""
+        if self._growing is not None and self._growing.sent == self._growing.size:
+            self._whole_at = self._growing.boundary
+            self._growing = None
+
+
+class Keeping:
+    """This rank's side as the mirror of another one."""
+
+    def __init__(self, room: Path, rank: int) -> None:
+        self.path = kept_path(room, rank)
+        self.kept: Kept | None = None
+
+    def open(self) -> tuple[int, int] | None:
+        """What is here already can be rebuilt this far."""
+        try:
+            self.kept = Kept(self.path)
+        except (OSError, ValueError, Permanent):
+            self.kept = None
+        return self.kept.reach() if self.kept is not None else None
+
+    def renew(self, sizes: Sizes, boundary: int, raw: memoryview) -> None:
+        """Begin anew, with a whole capsule."""
+        fresh = Kept(self.path.with_suffix(".new"), sizes)
+        fresh.begin_capsule(boundary, len(raw))
+        fresh.add_piece(boundary, 0, raw)
+        # Not before the new one is whole: the old one may be the shard's last home.
+        fresh.path.replace(self.path)
+        self.kept = Kept(self.path)
+
+    def take(self, exchange: Exchange) -> None:
+        """The next record, from the network into its place."""
+        kept = self.kept
+        assert kept is not None, "opened or renewed before the first step"
+        step, raw = exchange.take(kept.room_for)
+        meta_bytes, gradient_bytes, boundary, size, first, length = _RECORD.unpack_from(raw, 0)
+        if length:
+            at = _RECORD.size + meta_bytes + gradient_bytes
+            if first == 0:
+                kept.begin_capsule(boundary, size)
+            kept.add_piece(boundary, first, raw[at : at + length])
+        kept.seal(step, len(raw))

@@ -1,0 +1,237 @@
+"""A shard's second home: what a mirror keeps leads to the very same bytes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.errors import Permanent
+from keepstep.training import replay
+from keepstep.training.cover import Capsule, Keeping, Owner, read_record
+from keepstep.training.digest import byte_view
+from keepstep.training.exchange import Exchange
+from keepstep.training.kept import Kept, Sizes, kept_path
+from keepstep.training.raw import tensor_bytes
+
+ROOMY = Sizes(capsule_bytes=1 << 16, record_bytes=1 << 16, slots=17)
+
+
+class Wire:
+    """An exchange with oneself: what is sent is taken."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[int, bytes]] = []
+
+    def send(self, step: int, *parts: bytes | memoryview) -> None:
+        self.frames.append((step, b"".join(parts)))
+
+    def take(self, room: Any) -> tuple[int, memoryview]:
+        step, raw = self.frames.pop(0)
+        view = room(step, len(raw))
+        view[:] = raw
+        return step, view
+
+
+class Shard:
+    """A rank's own part of a model, trained with gradients that nobody else sees."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        # The last rank of an uneven cut may be left with nothing.
+        shapes = [(8, 3), (5,), (4, 4), (0, 3)]
+        self.parameters = [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1)
+
+    def tensors(self) -> list[torch.Tensor]:
+        moments = [
+            state[key]
+            for parameter in self.parameters
+            if (state := self.optimizer.state.get(parameter))
+            for key in sorted(state)
+        ]
+        return [p.detach() for p in self.parameters] + moments
+
+    def content(self) -> list[bytes]:
+        return [tensor_bytes(tensor) for tensor in self.tensors()]
+
+    def gradients(self, step: int) -> list[torch.Tensor | None]:
+        generator = torch.Generator().manual_seed(1000 + step)
+        made: list[torch.Tensor | None] = [
+            torch.randn(p.shape, generator=generator) for p in self.parameters
+        ]
+        # Not every parameter takes part in every step.
+        made[step % 3] = None if step % 2 else made[step % 3]
+        return made
+
+    def update(self, gradients: list[torch.Tensor | None], step: int) -> None:
+        self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        replay.plain_step(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def conform(self, layout: object) -> list[torch.Tensor]:
+        if layout:
+            for parameter in self.parameters:
+                self.optimizer.state[parameter] = {
+                    "exp_avg": torch.empty_like(parameter),
+                    "exp_avg_sq": torch.empty_like(parameter),
+                    "step": torch.zeros(()),
+                }
+        return self.tensors()
+
+
+def capsule_of(shard: Shard, boundary: int) -> Capsule:
+    return Capsule(boundary, {"layout": bool(shard.optimizer.state)}, shard.tensors())
+
+
+def train(room: Path, steps: int, capsule_steps: int) -> tuple[list[list[bytes]], Keeping]:
+    """Some steps of a covered shard; its content at each boundary, and what its mirror has."""
+    shard, owner, keeping, wire = Shard(3), Owner(capsule_steps), Keeping(room, 5), Wire()
+    # The first step makes the optimizer's moments.
+    shard.update(shard.gradients(0), 0)
+    first = capsule_of(shard, 1)
+    sizes = Sizes(first.size + 1000, 1 << 14, 2 * capsule_steps + 1)
+    keeping.renew(sizes, 1, memoryview(tensor_bytes(first.raw)))
+    owner.covered(1)
+    contents: list[list[bytes]] = [[], shard.content()]
+    for step in range(1, steps):
+        gradients = shard.gradients(step)
+        capsule = capsule_of(shard, step) if owner.capsule_due(step) else None
+        wire.send(step, *owner.record(step, {"lr": 0.1 / (1 + step)}, gradients, capsule))
+        keeping.take(wire)  # type: ignore[arg-type]
+        owner.sent()
+        shard.update(gradients, step)
+        contents.append(shard.content())
+    return contents, keeping
+
+
+def rebuild(kept: Kept, boundary: int) -> list[bytes]:
+    fresh = Shard(99)
+    low, raw = kept.capsule()
+    replay.load_capsule(raw, fresh.conform)
+    for step in range(low, boundary):
+        found = kept.record(step)
+        assert found is not None, f"the record of step {step} is missing"
+        record = read_record(found)
+        fresh.update(replay.gradients_of(record, fresh.parameters), step)
+    return fresh.content()
+
+
+@settings(max_examples=30, deadline=None)
+@given(steps=st.integers(2, 40), capsule_steps=st.integers(1, 8))
+def test_every_boundary_in_reach_is_rebuilt_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, steps: int, capsule_steps: int
+) -> None:
+    contents, keeping = train(tmp_path_factory.mktemp("room"), steps, capsule_steps)
+    kept = Kept(keeping.path)
+    reach = kept.reach()
+    assert reach is not None
+    low, high = reach
+    assert high == steps, "the newest record is in reach"
+    assert steps - low <= 2 * capsule_steps, "and capsules are renewed"
+    for boundary in range(low, high + 1):
+        assert rebuild(kept, boundary) == contents[boundary]
+
+
+def test_a_flipped_bit_in_a_mirror_is_found(tmp_path: Path) -> None:
+    _, keeping = train(tmp_path, 6, 4)
+    kept = Kept(keeping.path)
+    low, raw = kept.capsule()
+    raw[-3] ^= 4
+    with pytest.raises(Permanent, match="capsule is not what"):
+        rebuild(kept, low)
+    raw[-3] ^= 4
+    found = kept.record(low)
+    assert found is not None
+    record = read_record(found)
+    record.gradients[7] ^= 1
+    with pytest.raises(Permanent, match="record is not what"):
+        rebuild(kept, low + 1)
+
+
+def test_a_record_that_was_not_sealed_ends_the_reach(tmp_path: Path) -> None:
+    contents, keeping = train(tmp_path, 6, 4)
+    kept = Kept(keeping.path)
+    kept.room_for(4, 100)
+    _low, high = kept.reach() or (-1, -1)
+    assert high == 4
+    assert rebuild(kept, 4) == contents[4]
+
+
+def test_a_capsule_that_grows_does_not_take_the_whole_ones_place(tmp_path: Path) -> None:
+    kept = Kept(kept_path(tmp_path, 0), ROOMY)
+    assert kept.reach() is None
+    for boundary in (4, 8, 12):
+        kept.begin_capsule(boundary, 10)
+        kept.add_piece(boundary, 0, memoryview(b"01234"))
+        assert kept.reach() == ((boundary - 4,) * 2 if boundary > 4 else None)
+        kept.add_piece(boundary, 5, memoryview(b"56789"))
+        assert kept.reach() == (boundary, boundary)
+    # Given up half-way, and begun again: twice.
+    for boundary in (16, 17):
+        kept.begin_capsule(boundary, 10)
+        assert kept.capsule()[0] == 12
+    with pytest.raises(Permanent, match="bytes here"):
+        kept.add_piece(17, 3, memoryview(b"x"))
+
+
+def test_a_file_cut_short_is_no_cover(tmp_path: Path) -> None:
+    path = kept_path(tmp_path, 0)
+    Kept(path, ROOMY)
+    assert Keeping(tmp_path, 0).open() is None, "whole, but empty"
+    with path.open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(Permanent):
+        Kept(path)
+    assert Keeping(tmp_path, 0).open() is None
+
+
+def test_hooks_do_not_run_when_a_step_is_made_again() -> None:
+    parameter = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    parameter.grad = torch.ones(3)
+    replay.plain_step(optimizer)
+    assert not calls
+    assert torch.equal(parameter.detach(), torch.zeros(3))
+    optimizer.step()
+    scheduler.step()
+    assert calls == ["before", "after"]
+
+
+def test_frames_of_many_parts_cross_a_socket_into_their_room() -> None:
+    def hello(text: str) -> bytes:
+        return text.encode().ljust(32, b"\0")
+
+    near, far = (Exchange("127.0.0.1", hello(a), hello(b)) for a, b in (("a", "b"), ("b", "a")))
+    other = threading.Thread(target=lambda: far.connect(near.endpoint, 5.0))
+    other.start()
+    near.connect(far.endpoint, 5.0)
+    other.join(5.0)
+    tensor = torch.arange(3_000_000, dtype=torch.int32)
+    room = bytearray(tensor.numel() * 4 + 5)
+    taken: list[tuple[int, memoryview]] = []
+
+    def take() -> None:
+        taken.append(far.take(lambda step, length: memoryview(room)[:length]))
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    near.send(7, b"hello", *[memoryview(tensor_bytes(p)) for p in byte_view(tensor).split(9000)])
+    near.flush()
+    taker.join(5.0)
+    assert taken[0][0] == 7
+    assert bytes(taken[0][1][:5]) == b"hello"
+    assert bytes(room[5:]) == tensor_bytes(tensor)
+    near.close()
+    far.close()
