@@ -38,6 +38,7 @@ def job(**more: Any) -> dict[str, Any]:
         "detail": "",
         "migration": None,
         "leaving": [],
+        "uncovered": [],
         "remedies": [],
         "nodes": 2,
         "ranks_per_node": 1,

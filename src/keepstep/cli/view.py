@@ -102,6 +102,10 @@ def job_lines(
     if state == "waiting":
         wanted = f"{job['nodes']} nodes with {job['ranks_per_node']} free slots each"
         lines.append("  " + paint(f"waits for {wanted}", "busy"))
+    if job["uncovered"] and not job["over"]:
+        some = ", ".join(map(str, job["uncovered"][:8])) + (" …" if job["uncovered"][8:] else "")
+        text = f"state of rank {some} has no second home: its loss would be a fallback"
+        lines.append("  " + paint(text, "bad"))
     lines += remedy_lines(job, paint)
     if job["over"]:
         if job["detail"]:

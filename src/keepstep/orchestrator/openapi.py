@@ -347,6 +347,8 @@ def _job() -> Schema:
             "leaving": _list(_record(leave)),
             "remedies": _list(STRING)
             | {"description": "What would make room, if ranks wait for some."},
+            "uncovered": _list(INTEGER)
+            | {"description": "Ranks that hold state which is nowhere else at present."},
             "loan": _or_null(_ref("Loan")),
             "away": _map(STRING) | {"description": "Rank -> the node it started on, if elsewhere."},
             "store_node": _or_null(STRING),

@@ -10,7 +10,7 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.model import JobId, Phase, Rank
-from keepstep.orchestrator import homes, remedies
+from keepstep.orchestrator import homes, portions, remedies
 from keepstep.orchestrator.state import (
     Cluster,
     Incident,
@@ -105,6 +105,7 @@ def job_view(cluster: Cluster, job: Job, now: float) -> dict[str, Any]:
             for rank, leave in sorted(job.leaving.items())
         ],
         "remedies": remedies.needed(cluster, job, now),
+        "uncovered": sorted(portions.alone(job, map(Rank, range(spec.world_size)))),
         "loan": loan_view(job.loan) if job.loan else None,
         "away": {
             str(rank): home for home, ranks in sorted(homes.away(job).items()) for rank in ranks
