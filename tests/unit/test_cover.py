@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from keepstep.training.cover import Capsule, Keeping, Owner, read_record
 from keepstep.training.digest import byte_view
 from keepstep.training.exchange import Exchange
 from keepstep.training.kept import Kept, Sizes, kept_path
-from keepstep.training.raw import tensor_bytes
+from keepstep.training.raw import tensor_bytes, tensor_view
 
 ROOMY = Sizes(capsule_bytes=1 << 16, record_bytes=1 << 16, slots=17)
 
@@ -235,3 +236,14 @@ def test_frames_of_many_parts_cross_a_socket_into_their_room() -> None:
     assert bytes(room[5:]) == tensor_bytes(tensor)
     near.close()
     far.close()
+
+
+def test_a_view_keeps_its_tensor_alive() -> None:
+    tensor = torch.arange(1000)
+    seen = weakref.ref(tensor)
+    view = tensor_view(tensor)[8:16]
+    del tensor
+    assert seen() is not None
+    assert int.from_bytes(view, "little") == 1
+    del view
+    assert seen() is None

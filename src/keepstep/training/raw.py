@@ -18,12 +18,14 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def tensor_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, in place. It must outlive the view."""
+    """The bytes of a contiguous tensor in host memory, in place. The view keeps it alive."""
     assert tensor.is_cpu and tensor.is_contiguous(), "others have no such bytes"
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    held = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    held.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(held).cast("B")
 
 
 def bytes_tensor(raw: bytes) -> torch.Tensor:

@@ -85,6 +85,7 @@ class Registry:
             if is_cut(part):
                 self._kept[name] = list(part.named_parameters())
         elif isinstance(part, torch.optim.Optimizer):
+            _refuse_zero(name, part)
             self.optimizers[name] = part
         elif isinstance(part, torch.Generator):
             self.generators[name] = part
@@ -375,6 +376,15 @@ class Registry:
 
     def state_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for _, t in self.shared())
+
+
+def _refuse_zero(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Its state is in an optimizer inside it, where nothing here would look: a wrong resume."""
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise ConfigError(
+            f"{name!r} is a ZeroRedundancyOptimizer, whose state Keepstep cannot move yet; shard "
+            "with torch.distributed.fsdp.fully_shard, or use the plain optimizer under DDP"
+        )
 
 
 def find_private(rows: list[list[tuple[str, str]]], holders: Holders) -> set[str]:
