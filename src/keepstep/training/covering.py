@@ -29,8 +29,8 @@ from keepstep.training.exchange import Exchange
 from keepstep.training.holders import local_of
 from keepstep.training.kept import Kept, Sizes
 from keepstep.training.mirror import CONNECT_SECONDS_MAX, hello
-from keepstep.training.movement import exchange_rows, receive_json, send_json
 from keepstep.training.raw import bytes_tensor, tensor_view
+from keepstep.training.side import exchange_rows, receive_json, send_json
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper

@@ -10,8 +10,8 @@ from keepstep.errors import NoHome
 from keepstep.page import Ring, ring_path
 from keepstep.training.groups import Groups
 from keepstep.training.mirror import Mirror, payload_bytes_max
-from keepstep.training.movement import largest
 from keepstep.training.seat import Place
+from keepstep.training.side import largest
 
 
 class EntryHomes:

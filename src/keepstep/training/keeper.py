@@ -29,17 +29,13 @@ from keepstep.training.homes import EntryHomes
 from keepstep.training.inbox import Inbox
 from keepstep.training.link import Link
 from keepstep.training.loader import Cursor
-from keepstep.training.movement import (
-    SliceDigest,
-    agree_on_holders,
-    exchange_rows,
-    side_barrier,
-)
+from keepstep.training.movement import SliceDigest, agree_on_holders
 from keepstep.training.pointed_store import connect
 from keepstep.training.private import EntryWriter
 from keepstep.training.registry import Registry, find_private
 from keepstep.training.reset import settles_at
 from keepstep.training.seat import Place
+from keepstep.training.side import exchange_rows, side_barrier
 from keepstep.training.steplog import StepLog, StepRecord
 from keepstep.training.trouble import is_communication
 from keepstep.training.uncovered import Uncovered

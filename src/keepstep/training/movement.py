@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,11 +26,11 @@ from keepstep.training.groups import Groups, GroupsBroken, decode_log, encode_lo
 from keepstep.training.holders import Holders, View, agree
 from keepstep.training.raw import tensor_bytes
 from keepstep.training.registry import Registry
+from keepstep.training.side import exchange_rows, receive_json, send_json
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
 
-_TAG_LENGTH, _TAG_HEADER = 21, 22
 SLICE_BYTES = 8 * 1024
 """A step's share of the rotating digest: little enough to vanish in a step."""
 _AGREE_SECONDS_MAX = 10.0
@@ -177,55 +176,12 @@ def _put(keeper: Keeper, landed: _Landed) -> None:
         keeper.committed = int(header["committed"])
 
 
-def send_json(side: Any, value: object, target: int) -> None:
-    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    side.send([torch.tensor([raw.numel()])], target, _TAG_LENGTH).wait()
-    side.send([raw], target, _TAG_HEADER).wait()
-
-
-def receive_json(side: Any, source: int) -> dict[str, Any]:
-    length = torch.zeros(1, dtype=torch.int64)
-    side.recv([length], source, _TAG_LENGTH).wait()
-    raw = torch.empty(int(length), dtype=torch.uint8)
-    side.recv([raw], source, _TAG_HEADER).wait()
-    decoded: dict[str, Any] = json.loads(tensor_bytes(raw))
-    return decoded
-
-
-def exchange_rows(groups: Groups, row: object) -> list[Any]:
-    """Every rank's row, on every rank. For rare moments: two small collectives."""
-    world = torch.distributed.get_world_size()
-    raw = json.dumps(row).encode()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    groups.side.allgather([lengths], [torch.tensor([len(raw)])]).wait()
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world)]
-    groups.side.allgather([rows], [padded]).wait()
-    return [json.loads(tensor_bytes(r[: int(n)])) for r, n in zip(rows, lengths, strict=True)]
-
-
 def agree_on_holders(groups: Groups, view: View) -> Holders:
     """Every rank's view of who holds what, closed over the world. A world collective."""
     rows = exchange_rows(groups, view.row(whole=False))
     if len({row["digest"] for row in rows}) > 1:
         rows = exchange_rows(groups, view.row(whole=True))
     return agree([View.from_row(row, view.keys) for row in rows])
-
-
-def largest(groups: Groups, number: int) -> int:
-    """The largest of the ranks' numbers, on every rank."""
-    agreed = torch.tensor([number])
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    groups.side.allreduce([agreed], options).wait()
-    return int(agreed)
-
-
-def side_barrier(groups: Groups) -> None:
-    """Every rank has come to this point. Keepstep's own traffic, unseen by the user's groups."""
-    groups.side.barrier().wait()
 
 
 def agree_on_groups(groups: Groups, store: Any, overtaken: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ from keepstep import sabotage, wire
 from keepstep.page import Mark
 from keepstep.training import recovery
 from keepstep.training.inner import GroupsBroken
-from keepstep.training.movement import side_barrier
+from keepstep.training.side import side_barrier
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
