@@ -77,6 +77,7 @@ def test_seeds_that_once_failed(seed: int):
         92,  # A domain was to move as a whole, and with it went the last who held state.
         914,  # A job saved and left while a joiner was on its way: nobody ended that one.
         1298,  # The only rank with state was late, and was killed for it.
+        3116,  # Sharded: nobody had told its portions yet, and a node was moved as a whole.
     ],
 )
 def test_seeds_of_competing_jobs_that_once_failed(seed: int):

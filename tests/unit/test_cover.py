@@ -32,9 +32,9 @@ class Wire:
     def send(self, step: int, *parts: bytes | memoryview) -> None:
         self.frames.append((step, b"".join(parts)))
 
-    def take(self, room: Any) -> tuple[int, memoryview]:
+    def take(self, room: Any = None) -> tuple[int, memoryview]:
         step, raw = self.frames.pop(0)
-        view = room(step, len(raw))
+        view = memoryview(bytearray(len(raw))) if room is None else room(step, len(raw))
         view[:] = raw
         return step, view
 
@@ -99,7 +99,7 @@ def train(room: Path, steps: int, capsule_steps: int) -> tuple[list[list[bytes]]
     shard.update(shard.gradients(0), 0)
     first = capsule_of(shard, 1)
     sizes = Sizes(first.size + 1000, 1 << 14, 2 * capsule_steps + 1)
-    keeping.renew(sizes, 1, memoryview(tensor_bytes(first.raw)))
+    assert keeping.renew(sizes, 1, memoryview(tensor_bytes(first.raw))) == ""
     owner.covered(1)
     contents: list[list[bytes]] = [[], shard.content()]
     for step in range(1, steps):
@@ -186,12 +186,10 @@ def test_a_capsule_that_grows_does_not_take_the_whole_ones_place(tmp_path: Path)
 def test_a_file_cut_short_is_no_cover(tmp_path: Path) -> None:
     path = kept_path(tmp_path, 0)
     Kept(path, ROOMY)
-    assert Keeping(tmp_path, 0).open() is None, "whole, but empty"
     with path.open("r+b") as file:
         file.truncate(100)
     with pytest.raises(Permanent):
         Kept(path)
-    assert Keeping(tmp_path, 0).open() is None
 
 
 def test_hooks_do_not_run_when_a_step_is_made_again() -> None:
@@ -247,3 +245,26 @@ def test_a_view_keeps_its_tensor_alive() -> None:
     assert int.from_bytes(view, "little") == 1
     del view
     assert seen() is None
+
+
+def test_a_mirror_without_room_says_so_and_takes_what_comes(tmp_path: Path) -> None:
+    keeping, wire = Keeping(tmp_path, 3), Wire()
+    capsule = memoryview(bytes(100))
+    too_small = Sizes(capsule_bytes=50, record_bytes=1 << 10, slots=3)
+    assert "does not fit" in keeping.renew(too_small, 1, capsule)
+    assert keeping.kept is None
+    assert not list(tmp_path.iterdir())
+    wire.send(1, b"a record")
+    keeping.take(wire)  # type: ignore[arg-type]
+    assert not wire.frames
+
+
+def test_a_step_that_its_owner_could_not_record_is_a_hole(tmp_path: Path) -> None:
+    _, keeping = train(tmp_path, 6, 4)
+    wire = Wire()
+    wire.send(6)
+    keeping.take(wire)  # type: ignore[arg-type]
+    assert keeping.kept is not None
+    reach = keeping.kept.reach()
+    assert reach is not None
+    assert reach[1] == 6

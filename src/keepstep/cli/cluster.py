@@ -146,6 +146,12 @@ class LocalCluster:
                     "another name with --node, or another --job or --run-dir"
                 ) from None
             self._locks[path] = lock
+            if _agent_lives(self.room(name)):
+                self._unlock_rooms()
+                raise ConfigError(
+                    f"an agent of an earlier launcher still serves {self.room(name)}, and its "
+                    "ranks may train: end them with `keepstep stop`, or choose another --job"
+                )
 
     def _unlock_rooms(self) -> None:
         for path, lock in self._locks.items():
@@ -369,6 +375,18 @@ def _make_token(path: Path) -> None:
 
 def _agent(node: str) -> str:
     return f"agent-{node}"
+
+
+def _agent_lives(room: Path) -> bool:
+    """Somebody holds the room's lock: a launcher that died leaves its agents and workers behind."""
+    try:
+        with (room / "agent.lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _kill_all(room: Path, seconds_max: float = 5.0) -> None:

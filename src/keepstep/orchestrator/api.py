@@ -261,7 +261,8 @@ class Api:
             raise BadRequest(404, f"{name} has no rank {bad[0]}", f"its ranks are 0 to {last}")
         if to:
             self._known_node(to)
-        if why := planned.refusal(job, [Rank(rank) for rank in ranks]):
+        why = "" if cancel else planned.refusal(job, [Rank(rank) for rank in ranks])
+        if why:
             raise BadRequest(409, why, "nothing was changed")
         asked = tuple(Rank(rank) for rank in sorted(set(ranks)))
         why = body.get("why") or "an operator asked for it"

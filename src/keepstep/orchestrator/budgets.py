@@ -207,7 +207,10 @@ def _holders(job: Job) -> Mapping[str, Collection[Rank]]:
     if migration.recoveries >= LAST_HOLDERS_ROUNDS:
         return {}
     size, empty = len(now.seats), {*migration.gone, *migration.joined}
-    return {name: portions.holders(name, size) - empty for name in portions.known(job)}
+    return {
+        name: {*portions.holders(name, size), *portions.mirror(job, name)} - empty
+        for name in portions.known(job)
+    }
 
 
 def _last_home(job: Job, suspects: Collection[Rank], doubtful: Container[NodeId]) -> str:

@@ -22,6 +22,9 @@ from keepstep.orchestrator.state import (
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import SeatReport
 
+REBUILT_SHARDS = 8
+"""So much more than a shard travels when it is made again: a third of one per step's record."""
+
 
 def too_early(job: Job, migration: Migration) -> str:
     """Why nobody can have committed a step yet, or the empty string if somebody may have."""
@@ -51,6 +54,9 @@ def reform(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:
     names = portions.listed(verdict.digests)
     held = portions.index(names, len(now.seats))
     busiest = roster.bytes_through_busiest(moves, size, lambda rank: len(held[rank]))
+    if job.covers:
+        # New mirrors get whole shards, and who is rebuilt a capsule and gradients of many steps.
+        busiest += size * (REBUILT_SHARDS if verdict.rebuilt else 1)
     return Plan(
         verdict.boundary,
         verdict.digests,

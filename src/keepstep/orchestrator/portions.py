@@ -67,8 +67,8 @@ def index(names: str, size: int) -> tuple[tuple[str, ...], ...]:
 def note(job: Job, told: Iterable[SeatReport]) -> None:
     """Remember what ranks say that they hold, and what they can rebuild of others."""
     for seat in told:
-        for gone in [name for name, mirror in job.covers.items() if mirror == seat.rank]:
-            del job.covers[gone]
+        # What nobody covers any more is forgotten when all have told: until then a mirror that is
+        # named in vain costs a question, and one that is not named a fallback.
         for cover in seat.covers:
             job.covers[cover.portion] = seat.rank
         for name in seat.portions:
@@ -80,7 +80,7 @@ def note(job: Job, told: Iterable[SeatReport]) -> None:
 def settle(job: Job, told: Collection[SeatReport]) -> None:
     """Every rank has made a step. If all said what they hold, it is that and no more."""
     if all(seat.portions for seat in told):
-        job.portions, job.portions_told = {}, True
+        job.portions, job.portions_told, job.covers = {}, True, {}
         note(job, told)
 
 
@@ -95,15 +95,19 @@ def in_the_dark(job: Job) -> bool:
     return not job.portions_told and any(count < size for count in job.portions.values())
 
 
+def mirror(job: Job, name: str) -> tuple[Rank, ...]:
+    """Who keeps a cover of a portion; nobody, as a rule."""
+    found = job.covers.get(name)
+    return () if found is None else (found,)
+
+
 def bereft(job: Job, away: Container[Rank]) -> str:
     """A portion of which nobody is left without these ranks; empty: each has somebody."""
     size = job.spec.world_size
     for name in known(job):
         held = holders(name, size)
-        if held and all(rank in away for rank in held):
-            mirror = job.covers.get(name)
-            if mirror is None or mirror in away:
-                return name
+        if held and all(rank in away for rank in (*held, *mirror(job, name))):
+            return name
     return ""
 
 

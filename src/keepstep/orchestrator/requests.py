@@ -68,10 +68,10 @@ def _migrate(turn: Turn, event: MigrateAsked) -> None:
         turn.ignore(f"move of {event.job} ignored: it does not run")
     elif bad := [rank for rank in event.ranks if not 0 <= rank < len(job.roster.seats)]:
         turn.ignore(f"{event.job} has no rank {bad[0]}: it has {len(job.roster.seats)}")
-    elif why := planned.refusal(job, event.ranks):
-        turn.ignore(why)
     elif event.cancel:
         planned.cancel(turn, job, event.ranks)
+    elif why := planned.refusal(job, event.ranks):
+        turn.ignore(why)
     elif event.home:
         homes.go(turn, job, event.why)
     else:

@@ -169,7 +169,8 @@ def _covers(reports: Mapping[Rank, SeatReport], boundary: int) -> dict[str, Rank
         cover.portion: rank
         for rank, report in reports.items()
         for cover in report.covers
-        if cover.first <= boundary <= cover.last
+        # The mirror tells the target all that is no tensor, so it has to be there itself.
+        if report.intact and report.boundary == boundary and cover.first <= boundary <= cover.last
     }
 
 

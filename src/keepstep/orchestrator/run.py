@@ -437,15 +437,14 @@ class Orchestrator:
         return ""
 
     def _is_taken(self, hello: wire.Hello) -> bool:
-        """Somebody else has this name, or is about to come back to a new leader.
+        """Somebody else has this name, or is about to come back: agents restart, leaders change.
 
         A machine that died without a word gives it back once it is silent.
         """
         if hello.node in self._streams:
             return self._boots[hello.node] != hello.boot
         known = self.cluster.nodes.get(hello.node)
-        early = self.now() < self._started_now + nodes.TERM_GRACE_SECONDS
-        return early and known is not None and known.alive and known.boot != hello.boot
+        return known is not None and known.alive and known.boot != hello.boot
 
     async def _receive(self, stream: AgentStream, message: wire.Message) -> None:
         if self._streams.get(stream.node) is not stream:

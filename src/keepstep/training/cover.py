@@ -15,6 +15,7 @@ kernels (replay.py): recovery only rolls forward.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Sequence
@@ -28,13 +29,13 @@ from keepstep.errors import Permanent
 from keepstep.training.digest import byte_view, combine, digest
 from keepstep.training.exchange import Exchange
 from keepstep.training.kept import Kept, Sizes, kept_path
-from keepstep.training.raw import tensor_view
+from keepstep.training.raw import tensor_bytes, tensor_view
 
 CAPSULE_STEPS = 8
 """A capsule is about three times a record: so it adds three eighths to what a record costs. And
 the mirror's log has to hold twice so many records."""
-META_BYTES_MAX = 1 << 20
 SMALL_BYTES = 64 * 1024
+SLICE_BYTES = 4 * 1024
 _RECORD = struct.Struct("<qqqqqq")
 """Bytes of meta and of gradients; a capsule's boundary, its size, where the piece begins, and how
 long it is."""
@@ -57,6 +58,24 @@ def digest_many(views: Sequence[torch.Tensor]) -> str:
     if small:
         named.append(("small", digest(torch.cat(small))))
     return combine(named)
+
+
+def slice_digest(tensors: Sequence[tuple[str, torch.Tensor]], step: int) -> str:
+    """Of a few bytes of the shard, others at each step: whoever makes the steps again compares."""
+    if not tensors:
+        return ""
+    _, tensor = tensors[step % len(tensors)]
+    raw = byte_view(tensor)
+    first = step // len(tensors) * SLICE_BYTES % max(1, raw.numel())
+    return hashlib.blake2b(
+        tensor_bytes(raw[first : first + SLICE_BYTES]), digest_size=16
+    ).hexdigest()
+
+
+def without_piece(raw: memoryview) -> memoryview:
+    """A record without the piece of a capsule that travelled with it."""
+    meta_bytes, gradient_bytes, *_ = _RECORD.unpack_from(raw, 0)
+    return raw[: _RECORD.size + meta_bytes + gradient_bytes]
 
 
 def read_record(raw: memoryview) -> Record:
@@ -151,12 +170,14 @@ class Owner:
         dtypes = [None if g is None else str(g.dtype) for g in gradients]
         known = digest_many(present)
         text = json.dumps({**meta, "sizes": sizes, "dtypes": dtypes, "digest": known}).encode()
-        if len(text) > META_BYTES_MAX:
-            raise Permanent(f"a record's settings take {len(text)} bytes")
         head = _RECORD.pack(
             len(text), sum(v.numel() for v in present), boundary, size, first, len(piece)
         )
         return [head + text, *map(tensor_view, present), piece]
+
+    def give_up(self) -> None:
+        """What was on its way does not fit: the capsule that is whole stays."""
+        self._growing = None
 
     def sent(self) -> None:
         """The step's vote is through: the mirror has what was sent."""
@@ -172,28 +193,37 @@ class Keeping:
         self.path = kept_path(room, rank)
         self.kept: Kept | None = None
 
-    def open(self) -> tuple[int, int] | None:
-        """What is here already can be rebuilt this far."""
+    def renew(self, sizes: Sizes, boundary: int, raw: memoryview) -> str:
+        """Begin anew, with a whole capsule. Returns why that cannot be; empty if it is done."""
+        fresh_path = self.path.with_suffix(".new")
         try:
-            self.kept = Kept(self.path)
-        except (OSError, ValueError, Permanent):
+            fresh = Kept(fresh_path, sizes)
+            fresh.begin_capsule(boundary, len(raw))
+        except (OSError, Permanent) as error:
+            fresh_path.unlink(missing_ok=True)
             self.kept = None
-        return self.kept.reach() if self.kept is not None else None
-
-    def renew(self, sizes: Sizes, boundary: int, raw: memoryview) -> None:
-        """Begin anew, with a whole capsule."""
-        fresh = Kept(self.path.with_suffix(".new"), sizes)
-        fresh.begin_capsule(boundary, len(raw))
+            return str(error)
         fresh.add_piece(boundary, 0, raw)
         # Not before the new one is whole: the old one may be the shard's last home.
-        fresh.path.replace(self.path)
+        fresh_path.replace(self.path)
         self.kept = Kept(self.path)
+        return ""
+
+    def drop(self) -> None:
+        """Nobody needs it any more."""
+        self.kept = None
+        self.path.unlink(missing_ok=True)
 
     def take(self, exchange: Exchange) -> None:
         """The next record, from the network into its place."""
         kept = self.kept
-        assert kept is not None, "opened or renewed before the first step"
+        if kept is None:
+            # There is no room for it here, and its owner does not know.
+            exchange.take()
+            return
         step, raw = exchange.take(kept.room_for)
+        if not raw:
+            return  # A step that its owner could not record: a hole, and nobody seals it.
         meta_bytes, gradient_bytes, boundary, size, first, length = _RECORD.unpack_from(raw, 0)
         if length:
             at = _RECORD.size + meta_bytes + gradient_bytes

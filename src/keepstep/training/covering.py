@@ -9,6 +9,7 @@ whole shard is sent once, before anybody resumes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +20,12 @@ from keepstep.model import Endpoint, Move
 from keepstep.training import replay
 from keepstep.training.cover import (
     CAPSULE_STEPS,
-    META_BYTES_MAX,
     Capsule,
     Keeping,
     Owner,
     read_record,
+    slice_digest,
+    without_piece,
 )
 from keepstep.training.exchange import Exchange
 from keepstep.training.holders import local_of
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
 _TAG = 31
 CHUNK_BYTES = 8 * 1024 * 1024
 LOG_SLOTS = 2 * CAPSULE_STEPS + 1
+META_BYTES = 64 * 1024
+DESCRIBED_BYTES = 512
+"""Of a description, for each tensor: its name, its digest, its size."""
+COUNTER_BYTES = 64
 
 
 class Covering:
@@ -46,11 +52,12 @@ class Covering:
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._owner = Owner()
-        self._keeping: Keeping | None = None
-        self._ward = -1
-        """The rank that this one keeps a cover of; -1 for none."""
+        self._ward: _Ward | None = None
+        """Whom this rank keeps a cover of."""
+        self._former: _Ward | None = None
+        """The same before this generation: until it trains, that cover may be all there is."""
         self._sizes: Sizes | None = None
-        """Room that the mirror has for my capsules and records."""
+        """Room that the mirror has for my capsules and records; None: nothing is sent."""
         self._exchange: Exchange | None = None
         self.generation = -1
 
@@ -61,79 +68,90 @@ class Covering:
         keeper = self._keeper
         place, stride = keeper.place, keeper.mirror_stride
         self.close()
-        self.generation = generation
-        if stride % place.world_size == 0:
-            self._forget_ward()
-            return
+        self.generation, self._sizes = generation, None
         mirror = (place.rank + stride) % place.world_size
         ward = (place.rank - stride) % place.world_size
+        if self._ward is not None and self._ward.rank != ward:
+            self._former, self._ward = self._former or self._ward, None
+        if mirror == place.rank:
+            return
         said = hello(keeper.secret, generation, place.rank, mirror, "cover")
         expected = hello(keeper.secret, generation, ward, place.rank, "cover")
         exchange = self._exchange = Exchange(place.address, said, expected)
-        if ward != self._ward:
-            self._forget_ward()
-        rows = exchange_rows(keeper.groups, self._row(exchange))
+        rows = exchange_rows(keeper.groups, self._row(exchange, boundary))
         exchange.connect(Endpoint(*rows[mirror]["at"]), CONNECT_SECONDS_MAX)
-        self._hand_over(boundary, rows[mirror], rows[place.rank])
+        handed = self._hand_over(boundary, rows[mirror], rows[place.rank])
         self._take_over(boundary, ward, rows[ward], rows[place.rank])
         exchange.flush()
+        del handed  # Not before it has left.
 
-    def _row(self, exchange: Exchange) -> dict[str, Any]:
+    def _row(self, exchange: Exchange, boundary: int) -> dict[str, Any]:
         """What the others have to know of me: as an owner, and as a mirror."""
+        keeper = self._keeper
         need = self._need()
-        kept = self._keeping.kept if self._keeping is not None else None
-        reach = kept.reach() if kept is not None else None
+        kept = self._ward.keeping.kept if self._ward is not None else None
         at = exchange.endpoint
         return {
             "at": [at.host, at.port],
+            # Who is not verified at the boundary has nothing to hand over; nobody resumes then.
+            "whole": keeper.has_state and keeper.boundary.step == boundary,
             "need": [need.capsule_bytes, need.record_bytes, need.slots] if need else None,
-            "reach": reach,
+            "reach": kept.reach() if kept is not None else None,
             "room": [kept.sizes.capsule_bytes, kept.sizes.record_bytes] if kept else None,
         }
 
     def _need(self) -> Sizes | None:
         """Room for what this rank alone holds; None if it holds nothing alone."""
-        tensors = self._tensors()
-        if not tensors:
+        tensors, parameters = self._tensors(), self._parameters()
+        registry = self._keeper.registry
+        if not tensors or len(registry.optimizers) > 1:
             return None
-        state = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-        gradients = sum(local_of(p).numel() * p.element_size() for _, p in self._parameters())
-        # A capsule begins with its layout; a record may have to carry all that is left of one.
-        capsule = state + META_BYTES_MAX
-        return Sizes(capsule, gradients + META_BYTES_MAX + capsule, LOG_SLOTS)
+        of_optimizer = tuple(f"{name}." for name in registry.optimizers)
+        plain = sum(_size(t) for n, t in tensors if not n.startswith(of_optimizer))
+        made = sum(_size(t) for n, t in tensors if n.startswith(of_optimizer))
+        gradients = sum(_size(local_of(parameter)) for _, parameter in parameters)
+        # Moments may be made later, with a parameter's first gradient: two each, and a counter.
+        coming = 2 * gradients + COUNTER_BYTES * len(parameters)
+        described = META_BYTES + DESCRIBED_BYTES * (len(tensors) + 3 * len(parameters))
+        capsule = plain + max(made, coming) + described
+        record = gradients + described + capsule // CAPSULE_STEPS + 1
+        return Sizes(capsule, record, LOG_SLOTS)
 
-    def _hand_over(self, boundary: int, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
-        """My shard to my mirror, unless it has what it needs."""
+    def _hand_over(
+        self, boundary: int, theirs: dict[str, Any], mine: dict[str, Any]
+    ) -> Capsule | None:
+        """My shard to my mirror, unless it has what it needs. Returns what must not be freed."""
         assert self._exchange is not None, "opened above"
-        if mine["need"] is None:
-            return
+        if mine["need"] is None or not mine["whole"]:
+            return None
         self._sizes = Sizes(*mine["need"])
         if _goes_on(boundary, theirs, mine):
             self._owner.covered(theirs["reach"][0])
-            return
+            return None
         capsule = self._capsule(boundary)
         self._exchange.send(boundary, tensor_view(capsule.raw))
         self._owner.covered(boundary)
-        # Until it has left; the neighbour takes it while it hands over its own.
-        self._handed = capsule
+        return capsule
 
     def _take_over(
         self, boundary: int, ward: int, theirs: dict[str, Any], mine: dict[str, Any]
     ) -> None:
         assert self._exchange is not None, "opened above"
-        if theirs["need"] is None:
-            self._forget_ward()
-            return
-        if _goes_on(boundary, mine, theirs):
+        if not theirs["whole"] or theirs["need"] is None or _goes_on(boundary, mine, theirs):
             return
         at, raw = self._exchange.take()
         if at != boundary:
             raise Permanent(f"a capsule of boundary {at} came for {boundary}")
-        self._keeping, self._ward = Keeping(self._keeper.place.room, ward), ward
-        self._keeping.renew(Sizes(*theirs["need"]), boundary, raw)
+        keeping = Keeping(self._keeper.place.room, ward)
+        if why := keeping.renew(Sizes(*theirs["need"]), boundary, raw):
+            self._keeper.uncovered.no_room(ward, why)
+        self._ward = _Ward(ward, keeping)
 
-    def _forget_ward(self) -> None:
-        self._keeping, self._ward = None, -1
+    def settled(self) -> None:
+        """The generation trains: what was kept before it is of no more use."""
+        if self._former is not None:
+            self._former.keeping.drop()
+            self._former = None
 
     def cancel(self) -> None:
         """Free the training thread if it waits here. Any thread."""
@@ -154,37 +172,43 @@ class Covering:
         if exchange is None or sabotage.off("mirror"):
             return
         if self._sizes is not None:
-            exchange.send(step, *self._record(step, updates=updates))
-        if self._keeping is not None:
-            self._keeping.take(exchange)
+            exchange.send(step, *self._record(self._sizes, step, updates=updates))
+        if self._ward is not None:
+            self._ward.keeping.take(exchange)
         exchange.flush()
 
-    def _record(self, step: int, *, updates: bool) -> list[bytes | memoryview]:
-        assert self._sizes is not None, "asked for by an owner"
-        settings = self._keeper.registry.settings() if updates else None
+    def _record(self, room: Sizes, step: int, *, updates: bool) -> list[bytes | memoryview]:
+        registry, tensors = self._keeper.registry, self._tensors()
         gradients = [
             local_of(parameter.grad) if updates and parameter.grad is not None else None
             for _, parameter in self._parameters()
         ]
+        meta = {
+            "step": step,
+            "slice": slice_digest(tensors, step),
+            "settings": registry.settings() if updates else None,
+        }
         capsule = None
-        if self._owner.capsule_due(step):
+        size = sum(_size(tensor) for _, tensor in tensors)
+        if self._owner.capsule_due(step) and size < room.capsule_bytes:
             capsule = self._capsule(step)
-            if capsule.size > self._sizes.capsule_bytes:
-                # The optimizer has made more state since: the next comparison makes room for it.
+            if capsule.size > room.capsule_bytes:
                 capsule = None
-        parts = self._owner.record(step, {"settings": settings}, gradients, capsule)
-        fits = sum(map(len, parts)) <= self._sizes.record_bytes
+        parts = self._owner.record(step, meta, gradients, capsule)
+        if sum(map(len, parts)) > room.record_bytes:
+            self._owner.give_up()
+            parts = self._owner.record(step, meta, gradients)
         # A hole in the log is better than no step: the mirror then says that it covers no more.
-        return parts if fits else []
+        return parts if sum(map(len, parts)) <= room.record_bytes else []
 
     def voted(self) -> None:
         """The mirror has this step's record: it would not have voted without it."""
         self._owner.sent()
 
     def _capsule(self, boundary: int) -> Capsule:
-        registry, mine = self._keeper.registry, self._mine
-        layout = registry.layout(mine)
-        return Capsule(boundary, {"layout": layout}, [tensor for _, tensor in self._tensors()])
+        registry = self._keeper.registry
+        meta = {"layout": registry.layout(self._mine), "hidden": registry.hidden()}
+        return Capsule(boundary, meta, [tensor for _, tensor in self._tensors()])
 
     @property
     def _mine(self) -> str:
@@ -199,12 +223,14 @@ class Covering:
     # ------------------------------------------------------------ after a fault
 
     def reach(self) -> tuple[wire.Cover, ...]:
-        """What this rank can rebuild of another one."""
-        kept = self._keeping.kept if self._keeping is not None else None
-        found = kept.reach() if kept is not None else None
-        if found is None:
-            return ()
-        return (wire.Cover(portion.name_of([self._ward]), *found),)
+        """What this rank can rebuild of others."""
+        found = []
+        for ward in (self._ward, self._former):
+            kept = ward.keeping.kept if ward is not None else None
+            reach = kept.reach() if kept is not None else None
+            if ward is not None and reach is not None:
+                found.append(wire.Cover(ward.portion, *reach))
+        return tuple(found)
 
     def send(self, move: Move, boundary: int, header: dict[str, Any]) -> None:
         """Capsule and records to the rank that takes the seat."""
@@ -216,11 +242,29 @@ class Covering:
 
     def pieces(self, name: str, boundary: int) -> list[memoryview]:
         """What leads to the boundary: the capsule, then the records of the steps since."""
-        kept = self._keeping.kept if self._keeping is not None else None
-        if kept is None or portion.name_of([self._ward]) != name:
-            raise Permanent(f"no cover of portion {name} is kept here")
-        first, raw = kept.capsule()
-        return [raw, *(_recorded(kept, step) for step in range(first, boundary))]
+        for ward in (self._ward, self._former):
+            kept = ward.keeping.kept if ward is not None else None
+            reach = kept.reach() if kept is not None else None
+            if ward is None or kept is None or reach is None or ward.portion != name:
+                continue
+            if reach[0] <= boundary <= reach[1]:
+                first, raw = kept.capsule()
+                return [raw, *(_recorded(kept, step) for step in range(first, boundary))]
+        raise Permanent(f"no cover of portion {name} at {boundary} is kept here")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ward:
+    rank: int
+    keeping: Keeping
+
+    @property
+    def portion(self) -> str:
+        return portion.name_of([self.rank])
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def rebuild(keeper: Keeper, move: Move) -> dict[str, Any]:
@@ -245,11 +289,16 @@ def make_again(keeper: Keeper, name: str, pieces: Iterable[memoryview]) -> None:
         registry.conform([(n, d, s, c) for n, d, s, c in layout], name)
         return [tensor for _, tensor in registry.shared(name)]
 
-    replay.load_capsule(next(left), conform)
+    # The optimizers step over all that has a gradient: a rehearsal may have left some.
+    registry.drop_gradients()
+    registry.load_hidden(replay.load_capsule(next(left), conform)["hidden"])
     parameters = [parameter for _, parameter in registry.optimized(name)]
     for raw in left:
         keeper.reach("replay")
         record = read_record(raw)
+        step = int(record.meta["step"])
+        if slice_digest(registry.shared(name), step) != record.meta["slice"]:
+            raise Permanent(f"what was made again is not what its owner had before step {step}")
         if record.meta["settings"] is None:
             continue  # A step without an update: the loss scaler skipped it.
         gradients = replay.gradients_of(record, [local_of(p) for p in parameters])
@@ -262,14 +311,16 @@ def _goes_on(boundary: int, mirror: dict[str, Any], owner: dict[str, Any]) -> bo
     reach, room, need = mirror["reach"], mirror["room"], owner["need"]
     if reach is None or need is None:
         return False
-    return bool(reach[0] <= boundary <= reach[1] and room == need[:2])
+    # With room in the log for a whole new capsule, should there be another fault.
+    recent = reach[0] <= boundary <= min(reach[1], reach[0] + CAPSULE_STEPS)
+    return bool(recent and room == need[:2])
 
 
 def _recorded(kept: Kept, step: int) -> memoryview:
     found = kept.record(step)
     if found is None:
         raise Permanent(f"the record of step {step} is missing in {kept.path}")
-    return found
+    return without_piece(found)
 
 
 def _send_bytes(side: Any, raw: memoryview, target: int) -> None:

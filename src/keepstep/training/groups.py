@@ -462,7 +462,8 @@ class Groups:
         """Groups to connect, in an order that is the same on every rank, else ranks deadlock."""
         alive = [
             entry
-            for entry in self._entries.values()
+            # A copy: this may run on the link's thread while the script makes a group.
+            for entry in list(self._entries.values())
             if entry.swap is not None and not self._refreshed(entry).destroyed
         ]
         return sorted(alive, key=lambda entry: order_of(entry.record))

@@ -167,6 +167,10 @@ class Holders:
         found = {p for parts in self.classes for p in parts}
         return tuple(sorted(found or {self.everybody}))
 
+    def is_lonely(self, key: str) -> bool:
+        number = self.of.get(key)
+        return number is not None and any(_count(p) == 1 for p in self.classes[number])
+
     def lonely(self) -> tuple[str, ...]:
         """Portions with one holder: nobody can give them back."""
         return tuple(p for p in self.all() if _count(p) == 1 and self.everybody != p)

@@ -86,7 +86,7 @@ class Keeper:
         """In this generation this rank was told to make the update that others have made."""
         self._recorded = -1
         """The boundary whose entry this attempt has recorded."""
-        self._uncovered = Uncovered()
+        self.uncovered = Uncovered()
         self._link = Link(place.socket, self._hello, self._on_message)
         self.inbox = Inbox(self._interrupt, self._link.send)
         self.inbox.expect(self.generation)
@@ -150,7 +150,7 @@ class Keeper:
     def start(self, cursor: Cursor) -> None:
         """The first boundary of this process: from the beginning, a checkpoint, or its peers."""
         self.cursor = cursor
-        self._uncovered.strays(self.registry.strays())
+        self.uncovered.strays(self.registry.strays())
         if not self.has_state:
             self.reach("attach")
             self.report("Assign", Phase.QUIESCE, recovery.empty_seat(self, self.generation))
@@ -188,7 +188,9 @@ class Keeper:
         self.groups.on_backward(None if self.sharded else self._before_gradients)
         lonely = holders.lonely()
         if lonely and self.mirror_stride % self.place.world_size == 0 and self.place.rank == 0:
-            self._uncovered.lonely(lonely)
+            self.uncovered.lonely(lonely)
+        if lonely and len(self.registry.optimizers) > 1:
+            self.uncovered.several_optimizers()
 
     @property
     def starts_at_the_top(self) -> bool:
@@ -221,7 +223,7 @@ class Keeper:
         assert self.cursor.has_batches, "a step has batches, and its entry says which come next"
         position = self.cursor.position_after()
         self._record(self._writer.entry(self.boundary.step + 1, position, self._private()))
-        self._uncovered.forward_done(self.boundary.step)
+        self.uncovered.forward_done(self.boundary.step)
 
     def _record(self, payload: bytes) -> None:
         self._recorded = self.boundary.step + 1
@@ -255,7 +257,7 @@ class Keeper:
     def applied(self) -> None:
         """The attempt is through on this rank."""
         step = self.boundary.step
-        self._uncovered.attempt_done(self.groups.launched, updated=self.boundary.updated)
+        self.uncovered.attempt_done(self.groups.launched, updated=self.boundary.updated)
         samples = self._sample_range()
         step_ns = self.boundary.applied()
         self.page.set_step_ns(step_ns)
@@ -286,7 +288,7 @@ class Keeper:
     def update_done(self) -> None:
         """The optimizers are through; only the tail of the attempt is left."""
         self.boundary.update_done()
-        self._uncovered.update_done(self.groups.launched)
+        self.uncovered.update_done(self.groups.launched)
 
     def _sample_range(self) -> tuple[int, int]:
         assert self.cursor is not None, "a step has a cursor"
@@ -365,7 +367,8 @@ class Keeper:
         named = [[(str(n), str(d)) for n, d in row] for row in rows]
         found = find_private(named, self.registry.holders)
         if self.boundary.step == _COMPARE_AT[0]:
-            buffers = {name for name, _ in self.registry.buffers()}
+            # Of a buffer with one holder no comparison says whether it is private: it stays so.
+            buffers = {n for n, _ in self.registry.buffers() if not self.registry.is_lonely(n)}
             self.registry.private -= buffers - found
         fresh = found - self.registry.private
         self.registry.private |= found

@@ -13,6 +13,7 @@ Must never: call something rebuildable that has a hole in it, or whose bytes do 
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class Kept:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
             with path.open("wb") as file:
-                file.truncate(sizes.total)
+                # Now, or not at all: a tmpfs that is full would end this process when it writes.
+                os.posix_fallocate(file.fileno(), 0, sizes.total)
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
         if sizes is not None:

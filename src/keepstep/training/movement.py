@@ -171,7 +171,7 @@ def _put(keeper: Keeper, landed: _Landed) -> None:
     transport.put(landed.tensors, landed.landing)
     registry.digests_received(landed.received)
     if landed.move.portion == registry.holders.narrowest(keeper.place.rank):
-        registry.load_plain(header["plain"])
+        registry.load_plain(header["plain"], hidden=not landed.move.rebuilt)
         keeper.log.adopt(header["records"])
         keeper.committed = int(header["committed"])
 

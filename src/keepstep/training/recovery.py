@@ -163,7 +163,8 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     try:
         payload = finding.payload()
     except NoHome as error:
-        keeper.report("Reform", Phase.VERIFY, wire.SeatReport(rank, problem=str(error)))
+        unfit = wire.SeatReport(rank, problem=str(error))
+        keeper.report("Reform", Phase.VERIFY, unfit, generation)
         return
 
     def check(received: Mapping[str, str]) -> bool:
@@ -189,7 +190,8 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     try:
         received = move_state(keeper, reform, check)
     except Permanent as error:
-        keeper.report("Reform", Phase.VERIFY, wire.SeatReport(rank, problem=str(error)))
+        unfit = wire.SeatReport(rank, problem=str(error))
+        keeper.report("Reform", Phase.VERIFY, unfit, generation)
         return
     keeper.mirror_stride = reform.membership.mirror_stride
     keeper.reach("verify")
@@ -227,6 +229,9 @@ def _resume(keeper: Keeper, generation: int, resume: wire.Resume) -> None:
     keeper.page.set_generation(generation)
     for module in keeper.registry.modules.values():
         reset(module)
+    keeper.registry.drop_gradients()
+    if keeper.covering is not None:
+        keeper.covering.settled()
     keeper.know_holders()
     keeper.expected_collectives = 1
     keeper.page.count_launches_from_here()
@@ -239,7 +244,7 @@ def _save(keeper: Keeper, generation: int, save: wire.Save) -> None:
     try:
         checkpoint.rescue(keeper, save)
         seat = wire.SeatReport(Rank(keeper.place.rank), boundary=save.boundary, intact=True)
-    except (OSError, NoHome) as error:
+    except (OSError, NoHome, Permanent) as error:
         seat = wire.SeatReport(Rank(keeper.place.rank), problem=f"cannot save: {error}")
     keeper.report("Save", Phase.SAVE, seat, generation)
 

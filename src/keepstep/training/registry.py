@@ -194,6 +194,10 @@ class Registry:
     def _key(self, name: str) -> str:
         return name if name in self.holders.of else name.rpartition(".")[0]
 
+    def is_lonely(self, name: str) -> bool:
+        """Does any rank hold its part of this tensor alone?"""
+        return self.holders.is_lonely(self._key(name))
+
     def portions(self) -> tuple[str, ...]:
         return self.holders.portions(self.rank)
 
@@ -258,6 +262,19 @@ class Registry:
             plain[name] = _encode(other.state_dict())
         return plain
 
+    def drop_gradients(self) -> None:
+        """As at a boundary: what a broken or rehearsed pass left in them is nobody's."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+
+    def hidden(self) -> dict[str, Any]:
+        """What optimizers remember of each parameter beside tensors: counters, as a rule."""
+        return {n: _encode(_optimizer_plain(o)["state"]) for n, o in self.optimizers.items()}
+
+    def load_hidden(self, hidden: Mapping[str, Any]) -> None:
+        for name, optimizer in self.optimizers.items():
+            _load_hidden(optimizer, _decode(hidden[name]))
+
     def settings(self) -> dict[str, Any]:
         """What the optimizers go by in their next step: learning rates and the like."""
         return {n: _encode(_optimizer_plain(o)["groups"]) for n, o in self.optimizers.items()}
@@ -266,10 +283,14 @@ class Registry:
         for name, optimizer in self.optimizers.items():
             _load_groups(optimizer, _decode(settings[name]))
 
-    def load_plain(self, plain: Mapping[str, Any]) -> None:
+    def load_plain(self, plain: Mapping[str, Any], *, hidden: bool = True) -> None:
+        """Not `hidden`: what optimizers remember of each parameter is this rank's own."""
         for name, optimizer in self.optimizers.items():
             if name in plain:
-                _load_optimizer_plain(optimizer, _decode(plain[name]))
+                found = _decode(plain[name])
+                _load_groups(optimizer, found["groups"])
+                if hidden:
+                    _load_hidden(optimizer, found["state"])
         for name, other in self.others.items():
             if name in plain:
                 own = other.state_dict()
@@ -416,9 +437,8 @@ def _optimizer_plain(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"groups": groups, "state": state}
 
 
-def _load_optimizer_plain(optimizer: torch.optim.Optimizer, plain: Mapping[str, Any]) -> None:
-    _load_groups(optimizer, plain["groups"])
-    for parameter, values in zip(_parameters_of(optimizer), plain["state"], strict=True):
+def _load_hidden(optimizer: torch.optim.Optimizer, state: Sequence[Mapping[str, Any]]) -> None:
+    for parameter, values in zip(_parameters_of(optimizer), state, strict=True):
         if values:
             optimizer.state[parameter].update(values)
 

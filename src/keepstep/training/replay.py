@@ -21,8 +21,13 @@ from keepstep.training.holders import is_distributed
 from keepstep.training.raw import bytes_tensor
 
 
-def load_capsule(raw: memoryview, conform: Callable[[Any], Sequence[torch.Tensor]]) -> None:
-    """Fill the shard; `conform` gets the capsule's layout and returns the tensors to fill."""
+def load_capsule(
+    raw: memoryview, conform: Callable[[Any], Sequence[torch.Tensor]]
+) -> dict[str, Any]:
+    """Fill the shard; `conform` gets the capsule's layout and returns the tensors to fill.
+
+    Returns what its owner said beside it.
+    """
     meta, pieces = read_capsule(raw)
     tensors = conform(meta["layout"])
     if len(tensors) != len(pieces):
@@ -33,6 +38,7 @@ def load_capsule(raw: memoryview, conform: Callable[[Any], Sequence[torch.Tensor
             if digest(landed) != known:
                 raise Permanent("a mirror's capsule is not what its owner wrote")
             tensor.copy_(landed.view(tensor.dtype).reshape(tensor.shape))
+    return meta
 
 
 def gradients_of(record: Record, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -58,7 +64,10 @@ def update(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
-    """One step of every optimizer, with these gradients of the local parameters."""
+    """One step of every optimizer, with these gradients of the local parameters.
+
+    No other parameter may have a gradient: its optimizer would update it as well.
+    """
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = None if gradient is None else _like(parameter, gradient)
     for optimizer in optimizers:

@@ -49,6 +49,18 @@ class Uncovered:
                 f"{names[0]}): they are not moved; register the model, before it first runs"
             )
 
+    def no_room(self, rank: int, why: str) -> None:
+        self._say(
+            f"no room here for a copy of what rank {rank} alone holds ({why}): if that rank is "
+            "lost, the job falls back to its newest checkpoint; give the tmpfs more memory"
+        )
+
+    def several_optimizers(self) -> None:
+        self._say(
+            "state that one rank holds alone has a second home only with one optimizer: with "
+            "several, its loss is a fallback to the newest checkpoint"
+        )
+
     def lonely(self, portions: Sequence[str]) -> None:
         self._say(
             f"state of ranks {', '.join(portions[:8])} is held by one rank each, and there is no "
