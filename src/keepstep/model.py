@@ -62,6 +62,8 @@ class Sign(StrEnum):
     """The worker is known to hang (a health program or an operator says so)."""
     BROKEN = "broken"
     """A collective failed under a living worker: evidence that somebody else is gone."""
+    CORRUPT = "corrupt"
+    """A rank's state is not what it was, or not what other holders have."""
     STORE_LOST = "store_lost"
     """The process that hosts the generation's store is gone."""
 

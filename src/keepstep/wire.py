@@ -486,6 +486,8 @@ class WorkerBroken:
     generation: Generation
     step: int
     detail: str
+    corrupt: bool = False
+    """No collective, but its own state: it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

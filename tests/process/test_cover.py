@@ -26,3 +26,46 @@ def test_a_killed_rank_of_a_full_shard_job_is_rebuilt(
         (incident,) = job.incidents()
     assert incident["outcome"] == "resumed", incident
     check(tmp_path, reference("fsdp"), last)
+
+
+FLIP = """
+import ctypes
+from pathlib import Path
+begin = session.begin
+
+def flip_then_begin():
+    here = Path(f"flip-{rank}")
+    if here.exists() and not session.rehearsing:
+        here.unlink()
+        state = session.parts["optimizer"].state
+        parameter = session.parts["optimizer"].param_groups[0]["params"][{index}]
+        held = state[parameter]["exp_avg"] if "{what}" == "moment" else parameter.detach()
+        held = held.to_local() if hasattr(held, "to_local") else held
+        ctypes.c_uint8.from_address(held.data_ptr() + 1).value ^= 4
+    return begin()
+
+session.begin = flip_then_begin
+"""
+
+
+def flip(job: Sharded, rank: int) -> None:
+    (job.directory / f"flip-{rank}").touch()
+
+
+@pytest.mark.parametrize(("kind", "what"), [("hsdp", "weight"), ("fsdp", "moment")])
+def test_a_flipped_bit_at_rest_is_found_before_it_is_used(
+    tmp_path: Path, reference: Any, kind: str, what: str
+) -> None:
+    hook = FLIP.replace("{index}", "0").replace("{what}", what)
+    with Sharded(tmp_path, kind, level=2, hook=hook, check_steps=1) as job:
+        job.wait_ready(2)
+        job.wait_step(0, 8)
+        flip(job, 1)
+        job.wait_moved(2)
+        last = job.finish()
+        (incident,) = job.incidents()
+        (taint,) = job.cluster.client.cluster()["taints"]
+    assert incident["outcome"] == "resumed", incident
+    assert "changed between two steps" in incident["causes"][0]["detail"]
+    assert "corrupt" in taint["reason"]
+    check(tmp_path, reference(kind), last)

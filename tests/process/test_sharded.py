@@ -55,12 +55,15 @@ def results(directory: Path) -> list[dict[str, Any]]:
 class Sharded(SmallJob):
     """A sharded job with failpoints; ends a few steps after it is told to."""
 
-    def __init__(self, directory: Path, kind: str, *, hook: str = "", **more: Any) -> None:
+    def __init__(
+        self, directory: Path, kind: str, *, hook: str = "", check_steps: int = 0, **more: Any
+    ) -> None:
         self.points = directory / "points"
         self.points.mkdir()
         environment = {
             "SHARDED_KIND": kind,
             "SHARDED_HOOK": hook,
+            "KEEPSTEP_CHECK_STEPS": str(check_steps),
             "KEEPSTEP_FAILPOINTS": str(self.points),
         }
         options = {"slots": (3, 3), "ranks_per_node": 2, "nodes": 2, "spares": 2, **more}

@@ -121,6 +121,10 @@ class Player:
             said += self._observed(rank, Sign.FINISHED, options)
         return said
 
+    def do_rots(self, plain, options):
+        """rots 1: this rank finds its own state changed."""
+        return self._observed(plain[0], Sign.CORRUPT, {"detail": "weight-changed", **options})
+
     def do_broken(self, plain, options):
         return self._observed(plain[0], Sign.BROKEN, {"detail": "connection-reset", **options})
 

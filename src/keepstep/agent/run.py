@@ -350,7 +350,7 @@ class Agent:
         observed = wire.Observed(
             node=self.config.node,
             job=broken.job,
-            sign=Sign.BROKEN,
+            sign=Sign.CORRUPT if broken.corrupt else Sign.BROKEN,
             rank=broken.rank,
             incarnation=broken.incarnation,
             generation=broken.generation,

@@ -134,6 +134,13 @@ def _own_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="a variable for the workers on all nodes; no secrets: it is recorded",
     )
+    option(
+        "--check-steps",
+        type=int,
+        default=0,
+        metavar="K",
+        help="look for corrupt state every K steps; 1 keeps the run exact (default: never)",
+    )
     option("--job", default="", metavar="NAME", help="the job's name (default: from the script)")
     option("--run-dir", type=Path, metavar="DIR", help=f"journal and logs (default ./{RUNS}/JOB)")
     option("--state-dir", default="", metavar="DIR", help="steps.jsonl, saved boundaries (run dir)")
@@ -186,7 +193,10 @@ def settle(asked: argparse.Namespace, environ: Mapping[str, str], here: Path) ->
     job = asked.job or asked.rdzv_id or _name_for(asked.script)
     run_dir = (asked.run_dir or here / RUNS / job).resolve()
     spec = _spec(asked, JobId(job), nodes, ranks, run_dir, here)
-    spec = replace(spec, environment=_environment(asked.env, environ))
+    variables = _environment(asked.env, environ)
+    if asked.check_steps:
+        variables["KEEPSTEP_CHECK_STEPS"] = str(asked.check_steps)
+    spec = replace(spec, environment=variables)
     name = asked.node or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
     address = asked.address or asked.local_addr or "127.0.0.1"
     if joining and not (asked.address or asked.local_addr):

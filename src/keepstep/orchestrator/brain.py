@@ -23,6 +23,7 @@ from keepstep.orchestrator import (
     nodes,
     observe,
     planned,
+    planning,
     policy,
     requests,
     seating,
@@ -217,6 +218,8 @@ def _observed(turn: Turn, job: Job, event: Observed) -> None:
             _store_lost(turn, job, event)
         case Sign.EXIT | Sign.EXCEPTION | Sign.FINISHED:
             _ended(turn, job, event)
+        case Sign.CORRUPT:
+            _corrupt(turn, job, event)
         case Sign.HANG:
             why = incidents.stale(job, event)
             if why or event.rank in job.finished:
@@ -227,6 +230,19 @@ def _observed(turn: Turn, job: Job, event: Observed) -> None:
             observe.fault(turn, job, fault)
         case _:
             assert_never(event.sign)
+
+
+def _corrupt(turn: Turn, job: Job, event: Observed) -> None:
+    """A rank says that its state is wrong: all stop, it receives anew, its device is suspect."""
+    known = job.migration is not None and event.rank in job.migration.reports
+    stale = incidents.stale(job, event) or ("its state is known already" if known else "")
+    if stale or event.generation != job.generation:
+        turn.ignore(stale or f"corrupt state of generation {event.generation} ignored")
+        return
+    what = f"state of rank {event.rank} on {event.node} is corrupt: {event.detail}"
+    if policy.acts(job):
+        planning.taint(turn, job, event.rank, what)
+    observe.fault(turn, job, incidents.Fault((incidents.cause_of(event),), what))
 
 
 def _ended(turn: Turn, job: Job, event: Observed) -> None:

@@ -70,7 +70,7 @@ def respond(job: Job, cause: Cause) -> Judgement:
     """What the end of one worker asks for."""
     if cause.sign is Sign.EXCEPTION:
         return _exception(job, cause)
-    if cause.sign in (Sign.BROKEN, Sign.STORE_LOST):
+    if cause.sign in (Sign.BROKEN, Sign.CORRUPT, Sign.STORE_LOST):
         return Judgement(Response.REFORM_ONLY, "nobody is gone; the groups are formed anew")
     if cause.sign is Sign.EXIT:
         return _exit(job, cause)

@@ -34,6 +34,7 @@ from keepstep.training.pointed_store import connect
 from keepstep.training.private import EntryWriter
 from keepstep.training.registry import Registry, find_private
 from keepstep.training.reset import settles_at
+from keepstep.training.rot import Rest
 from keepstep.training.seat import Place
 from keepstep.training.side import exchange_rows, side_barrier
 from keepstep.training.steplog import StepLog, StepRecord
@@ -99,6 +100,7 @@ class Keeper:
         self._finishing = False
         self._busy_until: tuple[str, float] | None = None
         self._slices = SliceDigest()
+        self.rest = Rest(place.check_steps)
         self._writer = EntryWriter()
         self._open_memory()
         self._link.start()
@@ -200,6 +202,8 @@ class Keeper:
     def begin(self) -> int:
         """Enter a step; joins a migration first if one waits."""
         self.follow_orders()
+        while self.rest.is_corrupt(self):
+            self.recover()
         if self.boundary.step in _COMPARE_AT:
             self._compare()
         self._recorded = -1
@@ -266,6 +270,8 @@ class Keeper:
         assert self.cursor is not None, "a step has a cursor"
         self.cursor.advance()
         self.page.mark(Mark.APPLIED, step)
+        if self.rest.every == 1:
+            self.rest.remember(self.registry)
         if self.applies_in >= 0:
             self.recover()
         elif self.resumed_report_due:
@@ -335,6 +341,7 @@ class Keeper:
         """State is about to land over what this rank holds: it is no source until verified."""
         self.boundary.torn = True
         self.has_state = False
+        self.rest.forget()
 
     def open_mirror(self, boundary: int, payload: bytes, generation: int) -> None:
         """Give what only this rank has at a boundary its second home.
@@ -366,6 +373,9 @@ class Keeper:
         rows = exchange_rows(self.groups, self.registry.digests())
         named = [[(str(n), str(d)) for n, d in row] for row in rows]
         found = find_private(named, self.registry.holders)
+        if self.rest.every > 1 and self.boundary.step > _COMPARE_AT[1]:
+            # What was alike in the first steps and is not any more is corrupt, not private.
+            found -= {name for name, _ in self.registry.fixed()}
         if self.boundary.step == _COMPARE_AT[0]:
             # Of a buffer with one holder no comparison says whether it is private: it stays so.
             buffers = {n for n, _ in self.registry.buffers() if not self.registry.is_lonely(n)}
@@ -399,7 +409,7 @@ class Keeper:
         """Say that a collective broke, unless orders came already."""
         if not self.inbox.pending and self.applies_in < 0:
             text = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-            self._report_broken(self.generation, text[:300])
+            self.report_broken(self.generation, text[:300])
 
     def recover(self) -> None:
         """Follow a migration's orders until training may go on."""
@@ -417,9 +427,9 @@ class Keeper:
                     raise
                 if not self.inbox.pending:
                     text = f"while recovering: {str(error).strip()[:300]}"
-                    self._report_broken(int(order.generation), text)
+                    self.report_broken(int(order.generation), text)
 
-    def _report_broken(self, generation: int, text: str) -> None:
+    def report_broken(self, generation: int, text: str, *, corrupt: bool = False) -> None:
         """Only about the generation that broke: the next one knows nothing of it."""
         place = self.place
         self._link.send(
@@ -430,6 +440,7 @@ class Keeper:
                 Generation(generation),
                 self.boundary.step,
                 text,
+                corrupt,
             )
         )
 

@@ -44,6 +44,8 @@ class Place:
     mirror_stride: int
     state_directory: Path | None
     resume_from: str
+    check_steps: int = 0
+    """Compare state for corruption every so many steps; 0: never."""
     observed: bool = False
     """Mode observe: nobody will come to help, so a broken collective is an error like any other."""
     home: wire.Home | None = None
@@ -78,6 +80,7 @@ def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
         mirror_stride=int(env.get("KEEPSTEP_MIRROR_STRIDE", "0")),
         state_directory=Path(state) if state else None,
         resume_from=env.get("KEEPSTEP_RESUME_FROM", ""),
+        check_steps=int(env.get("KEEPSTEP_CHECK_STEPS") or 0),
         observed=env.get("KEEPSTEP_MODE", "") == Mode.OBSERVE,
         home=codec.from_plain(wire.Home, codec.loads(home)) if home else None,
         forms=env.get("KEEPSTEP_FORMS", "") == "1",
