@@ -476,3 +476,15 @@ def test_a_broken_collective_is_the_scripts_own_error_where_nobody_comes_to_help
     error = RuntimeError("Connection reset by peer")
     assert Keeper.is_fault(keeper, error) is expected
     assert not Keeper.is_fault(keeper, ValueError("a mistake"))
+
+
+def test_a_step_that_is_left_half_way_leaves_no_trace_in_ddp() -> None:
+    """After a batch under no_sync DDP skips its next broadcast of buffers; a joiner would not."""
+    registry = Registry()
+    wrapped = SimpleNamespace(require_forward_param_sync=True)
+    registry._replicated.append(wrapped)  # type: ignore[arg-type]
+    boundary = Boundary(registry)
+    boundary.begin()
+    wrapped.require_forward_param_sync = False
+    boundary.unwind()
+    assert wrapped.require_forward_param_sync

@@ -35,6 +35,7 @@ class _Snapshot:
     registered: dict[str, torch.Tensor]
     others: dict[str, Any]
     groups: dict[str, list[dict[str, Any]]]
+    syncs: list[bool]
 
 
 class Boundary:
@@ -75,6 +76,7 @@ class Boundary:
             {name: g.get_state() for name, g in self.registry.generators.items()},
             self._others(),
             self._groups(),
+            self.registry.syncs(),
         )
 
     def _others(self) -> dict[str, Any]:
@@ -186,6 +188,7 @@ class Boundary:
                 self.registry.optimizers[name].param_groups, groups, strict=True
             ):
                 group.update(before)
+        self.registry.set_syncs(snapshot.syncs)
         if not sabotage.off("rng"):
             restore_randomness(snapshot.randomness)
             for name, state in snapshot.registered.items():

@@ -361,6 +361,7 @@ class Keeper:
             # Who has none was told nothing yet; the others agreed on it.
             self.registry.holders = Holders.from_plain(header["holders"])
         self.registry.private = set(header["private"])
+        self.registry.set_syncs(header["syncs"])
 
     def arrive(self, boundary: int, payload: bytes) -> None:
         """What was received is verified: this rank is whole, and a source, from here on."""

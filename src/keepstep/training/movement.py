@@ -95,6 +95,7 @@ def _header(keeper: Keeper) -> dict[str, Any]:
     return {
         "holders": registry.holders.to_plain(),
         "private": sorted(registry.private),
+        "syncs": registry.syncs(),
         "plain": registry.plain(),
         "records": keeper.log.records(),
         "committed": keeper.committed,

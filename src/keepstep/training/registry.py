@@ -21,11 +21,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import ConfigError
 from keepstep.training.capsule import DigestCache, byte_view, combine, digest
 from keepstep.training.holders import Holders, View, Views, is_cut, is_distributed, local_of
 from keepstep.training.raw import fill_from_bytes, tensor_bytes
+from keepstep.training.reset import ddp_modules
 
 Layout = list[tuple[str, str, list[int], bool]]
 
@@ -67,6 +69,7 @@ class Registry:
         self.generators: dict[str, torch.Generator] = {}
         self.private: set[str] = set()
         """Names of tensors that differ between ranks. Grows by comparison, never shrinks."""
+        self._replicated: list[DistributedDataParallel] = []
         self._cache = DigestCache()
         self._fixed_key: tuple[int, ...] = ()
         self._fixed: list[tuple[str, torch.Tensor]] = []
@@ -81,6 +84,7 @@ class Registry:
             raise ConfigError(f"state {name!r} is registered twice; give each part its own name")
         if isinstance(part, nn.Module):
             self.modules[name] = part
+            self._replicated += ddp_modules(part)
             self._views.note(part)
             if is_cut(part):
                 self._kept[name] = list(part.named_parameters())
@@ -261,6 +265,15 @@ class Registry:
         for name, other in self.others.items():
             plain[name] = _encode(other.state_dict())
         return plain
+
+    def syncs(self) -> list[bool]:
+        """Whether DDP broadcasts buffers in its next forward pass: it remembers what the last one
+        was for. A rank that left a step half-way would remember something else than its peers."""
+        return [ddp.require_forward_param_sync for ddp in self._replicated]
+
+    def set_syncs(self, syncs: Sequence[bool]) -> None:
+        for ddp, sync in zip(self._replicated, syncs, strict=True):
+            ddp.require_forward_param_sync = sync
 
     def drop_gradients(self) -> None:
         """As at a boundary: what a broken or rehearsed pass left in them is nobody's."""
