@@ -29,8 +29,9 @@ from keepstep.training.holders import Holders
 from keepstep.training.inbox import Inbox
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, count_samples, warm_up
+from keepstep.training.plain import decode, encode
 from keepstep.training.raw import fill_from_bytes
-from keepstep.training.registry import Registry, _decode, _encode, find_private
+from keepstep.training.registry import Registry, find_private
 from keepstep.training.trouble import is_communication
 
 
@@ -221,7 +222,7 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_plain_values_survive_json_exactly(value: Any) -> None:
-    assert repr(_decode(json.loads(json.dumps(_encode(value))))) == repr(value)
+    assert repr(decode(json.loads(json.dumps(encode(value))))) == repr(value)
 
 
 def test_a_scheduler_keeps_its_container_types_when_it_moves() -> None:

@@ -11,9 +11,6 @@ Nothing here sends anything; nothing here guesses: a value it cannot carry exact
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from keepstep.errors import ConfigError
 from keepstep.training.capsule import DigestCache, byte_view, combine, digest
 from keepstep.training.holders import Holders, View, Views, is_cut, is_distributed, local_of
-from keepstep.training.raw import fill_from_bytes, tensor_bytes
+from keepstep.training.plain import decode, encode, plain_digest, shaped_like
+from keepstep.training.raw import fill_from_bytes
 from keepstep.training.reset import ddp_modules
 
 Layout = list[tuple[str, str, list[int], bool]]
@@ -261,9 +259,9 @@ class Registry:
         """Everything that is no tensor in place: JSON-able, exact."""
         plain: dict[str, Any] = {}
         for name, optimizer in self.optimizers.items():
-            plain[name] = _encode(_optimizer_plain(optimizer))
+            plain[name] = encode(_optimizer_plain(optimizer))
         for name, other in self.others.items():
-            plain[name] = _encode(other.state_dict())
+            plain[name] = encode(other.state_dict())
         return plain
 
     def syncs(self) -> list[bool]:
@@ -282,32 +280,32 @@ class Registry:
 
     def hidden(self) -> dict[str, Any]:
         """What optimizers remember of each parameter beside tensors: counters, as a rule."""
-        return {n: _encode(_optimizer_plain(o)["state"]) for n, o in self.optimizers.items()}
+        return {n: encode(_optimizer_plain(o)["state"]) for n, o in self.optimizers.items()}
 
     def load_hidden(self, hidden: Mapping[str, Any]) -> None:
         for name, optimizer in self.optimizers.items():
-            _load_hidden(optimizer, _decode(hidden[name]))
+            _load_hidden(optimizer, decode(hidden[name]))
 
     def settings(self) -> dict[str, Any]:
         """What the optimizers go by in their next step: learning rates and the like."""
-        return {n: _encode(_optimizer_plain(o)["groups"]) for n, o in self.optimizers.items()}
+        return {n: encode(_optimizer_plain(o)["groups"]) for n, o in self.optimizers.items()}
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         for name, optimizer in self.optimizers.items():
-            _load_groups(optimizer, _decode(settings[name]))
+            _load_groups(optimizer, decode(settings[name]))
 
     def load_plain(self, plain: Mapping[str, Any], *, hidden: bool = True) -> None:
         """Not `hidden`: what optimizers remember of each parameter is this rank's own."""
         for name, optimizer in self.optimizers.items():
             if name in plain:
-                found = _decode(plain[name])
+                found = decode(plain[name])
                 _load_groups(optimizer, found["groups"])
                 if hidden:
                     _load_hidden(optimizer, found["state"])
         for name, other in self.others.items():
             if name in plain:
                 own = other.state_dict()
-                other.load_state_dict(_shaped_like(own, _decode(plain[name])))
+                other.load_state_dict(shaped_like(own, decode(plain[name])))
 
     def conform(self, layout: Layout, portion: str | None = None) -> None:
         """Give the optimizers just the state tensors that the sources have, uninitialised.
@@ -406,7 +404,7 @@ class Registry:
         """
         if portion != self.holders.narrowest(self.rank):
             return combine(named)
-        return combine([*named, ("plain", _plain_digest(plain))])
+        return combine([*named, ("plain", plain_digest(plain))])
 
     def state_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for _, t in self.shared())
@@ -463,7 +461,7 @@ def _load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str,
             if isinstance(group.get(key), torch.Tensor):
                 group[key].copy_(value)
             else:
-                group[key] = _shaped_like(group.get(key), value)
+                group[key] = shaped_like(group.get(key), value)
 
 
 def _conform_state(
@@ -493,60 +491,3 @@ def _conform_state(
             like = shape == list(parameter.shape)
             device = parameter.device if like else torch.device("cpu")
             state[key] = torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _plain_digest(plain: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _encode(value: Any) -> Any:
-    """Plain values as JSON without loss. Tags mark what JSON cannot say."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"~": "float", "v": repr(value)}
-    if isinstance(value, torch.Tensor):
-        raw = tensor_bytes(value).hex()
-        return {"~": "tensor", "dtype": str(value.dtype), "shape": list(value.shape), "v": raw}
-    if isinstance(value, tuple):
-        return {"~": "tuple", "v": [_encode(item) for item in value]}
-    if isinstance(value, list):
-        return [_encode(item) for item in value]
-    if isinstance(value, Mapping):
-        return {"~": "dict", "v": [[_encode(k), _encode(v)] for k, v in value.items()]}
-    if hasattr(value, "item") and callable(value.item):
-        return _encode(value.item())
-    raise ConfigError(
-        f"state of type {type(value).__name__} cannot be moved exactly; "
-        "register (save, restore) functions that return plain values and tensors"
-    )
-
-
-def _decode(plain: Any) -> Any:
-    if isinstance(plain, list):
-        return [_decode(item) for item in plain]
-    if not isinstance(plain, dict):
-        return plain
-    match plain["~"]:
-        case "float":
-            return float(plain["v"])
-        case "tuple":
-            return tuple(_decode(item) for item in plain["v"])
-        case "dict":
-            return {_decode(k): _decode(v) for k, v in plain["v"]}
-        case "tensor":
-            dtype = getattr(torch, plain["dtype"].removeprefix("torch."))
-            raw = bytearray(bytes.fromhex(plain["v"]))
-            if not raw:
-                return torch.zeros(plain["shape"], dtype=dtype)
-            return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(plain["shape"])
-        case other:
-            raise ConfigError(f"unknown tag {other!r} in moved state")
-
-
-def _shaped_like(own: Any, value: Any) -> Any:
-    """The value in the container types that this rank's own object uses (Counter, OrderedDict)."""
-    if isinstance(own, dict) and isinstance(value, dict):
-        shaped = {k: _shaped_like(own.get(k), v) for k, v in value.items()}
-        return shaped if type(own) is dict else type(own)(shaped)
-    return value
