@@ -29,6 +29,7 @@ from keepstep.training.holders import Holders
 from keepstep.training.inbox import Inbox
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, count_samples, warm_up
+from keepstep.training.movement import SLICE_BYTES, SliceDigest
 from keepstep.training.plain import decode, encode
 from keepstep.training.raw import fill_from_bytes
 from keepstep.training.registry import Registry, find_private
@@ -489,3 +490,22 @@ def test_a_step_that_is_left_half_way_leaves_no_trace_in_ddp() -> None:
     wrapped.require_forward_param_sync = False
     boundary.unwind()
     assert wrapped.require_forward_param_sync
+
+
+def test_the_rotating_digest_comes_to_every_slice_of_every_tensor() -> None:
+    per = SLICE_BYTES // 4
+    sizes = (5, per, per + 1, 3 * per, 1)
+    model = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in sizes])
+    registry = Registry()
+    registry.add("model", model)
+    slices = SliceDigest()
+    count = 1 + 1 + 2 + 3 + 1
+    seen = [slices.next(registry, step) for step in range(count)]
+    assert len(set(seen)) == count
+    assert [slices.next(registry, count + step) for step in range(count)] == seen
+    for number, parameter in enumerate(model):
+        with torch.no_grad():
+            parameter[-1] += 1
+        now = [slices.next(registry, step) for step in range(count)]
+        assert sum(a != b for a, b in zip(seen, now, strict=True)) == 1, number
+        seen = now

@@ -7,8 +7,10 @@ Waves are separated by a barrier, so that the last home of a tensor is never ove
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -213,21 +215,29 @@ class SliceDigest:
 
     def __init__(self) -> None:
         self._key: tuple[int, ...] = ()
-        self._slices: list[tuple[torch.Tensor, int]] = []
+        self._flats: list[torch.Tensor] = []
+        self._ends: list[int] = []
+        """How many slices there are up to the end of each tensor."""
 
     def next(self, registry: Registry, step: int) -> str:
         key = (*registry.layout_key(), len(registry.private))
         if key != self._key:
             self._key = key
-            self._slices = [
-                (tensor.detach().reshape(-1), first)
+            self._flats = [
+                tensor.detach().reshape(-1)
                 for name, tensor in registry.fixed()
                 if name not in registry.private
-                for first in range(0, max(1, tensor.numel()), _per_slice(tensor))
             ]
-        if not self._slices:
+            counts = (-(-max(1, flat.numel()) // _per_slice(flat)) for flat in self._flats)
+            self._ends = list(itertools.accumulate(counts))
+        if not self._flats:
             return ""
-        flat, first = self._slices[step % len(self._slices)]
+        # Counted, not listed: of a gigabyte there are a hundred thousand, and a joiner meets them
+        # for the first time in the step that everybody waits for.
+        number = step % self._ends[-1]
+        index = bisect.bisect_right(self._ends, number)
+        flat = self._flats[index]
+        first = (number - (self._ends[index - 1] if index else 0)) * _per_slice(flat)
         raw = tensor_bytes(flat[first : first + _per_slice(flat)])
         return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
