@@ -78,6 +78,8 @@ def build(seat: keepstep.Seat) -> dict[str, Any]:
         mesh = MESHES[KIND]()
         fully_shard(model.enter, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    elif KIND == "ddp":
+        model = DistributedDataParallel(model)
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(

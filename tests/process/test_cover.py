@@ -69,3 +69,22 @@ def test_a_flipped_bit_at_rest_is_found_before_it_is_used(
     assert "changed between two steps" in incident["causes"][0]["detail"]
     assert "corrupt" in taint["reason"]
     check(tmp_path, reference(kind), last)
+
+
+@pytest.mark.parametrize(("kind", "outcome"), [("ddp", "resumed"), ("hsdp", "fallback")])
+def test_of_four_replicas_the_wrong_one_is_named_and_of_two_nobody(
+    tmp_path: Path, kind: str, outcome: str
+) -> None:
+    hook = FLIP.replace("{index}", "0").replace("{what}", "weight")
+    with Sharded(tmp_path, kind, level=2, hook=hook, check_steps=5) as job:
+        job.wait_ready(2)
+        job.wait_step(0, 8)
+        flip(job, 2)
+        job.wait_moved(2)
+        job.finish()
+        (incident,) = job.incidents()
+        taints = job.cluster.client.cluster()["taints"]
+    assert incident["outcome"] == outcome, incident
+    cause = incident["causes"][0]
+    assert "contaminated" in cause["detail"]
+    assert (cause["rank"], len(taints)) == ((2, 1) if outcome == "resumed" else (-1, 0))
