@@ -118,6 +118,7 @@ chaos-ci: ## a real job under 20 fixed faults, 15 moves and 5 fresh faults, comp
 	$(BOUND) 600 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --parallel hsdp --faults 4 --seed 3
 	$(BOUND) 600 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --parallel tp --faults 3 --seed 4
 	$(BOUND) 600 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --parallel fsdp --faults 4 --seed 5
+	$(BOUND) 600 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --parallel zero1 --faults 4 --seed 6 --kinds sigkill,rank0,second_in_sync,two_ranks
 	@seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
 	echo "chaos-ci: fresh seed $$seed"; \
 	$(BOUND) 900 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --faults 5 --seed "$$seed"

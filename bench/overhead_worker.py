@@ -1,10 +1,15 @@
-"""The script that bench.overhead runs in both arms: an ordinary DDP loop that steps in blocks.
+"""The script that bench.overhead runs in both arms: an ordinary loop that steps in blocks.
 
 Started by Keepstep it trains under a session; started with nothing but torch's own variables it
 does not even import Keepstep. Both ways run the same build, the same step and the same loader, so
 the kernels are the same. Between blocks it waits in a read, without using the processor.
 
     driver -> {"lead": 2, "steps": 25}        worker -> {"stamps": [start, end of step 1, …]}
+
+    --parallel ddp     every rank holds everything
+               hsdp    FSDP2 on a mesh of 2 replicas x half the world of shards
+               fsdp    full shard over the world: everything lives once, and in a mirror
+               zero1   DDP, with the optimizer's state spread by ZeroRedundancyOptimizer
 """
 
 from __future__ import annotations
@@ -29,6 +34,9 @@ IN, WIDTH, OUT, LAYERS = 256, 1024, 640, 4
 SAMPLES = 8192
 PASSES = 1_000_000
 WAIT_SECONDS_MAX = 3600.0
+PARALLEL = ("ddp", "hsdp", "fsdp", "zero1")
+REPLICAS = 2
+"""Of each shard, with hsdp."""
 
 Pause = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -76,20 +84,48 @@ class Gate:
         self._socket.sendall(json.dumps(plain).encode() + b"\n")
 
 
-def build(rank: int, world_size: int, batch: int) -> dict[str, Any]:
+def build(rank: int, world_size: int, args: argparse.Namespace) -> dict[str, Any]:
     """More than five million parameters; dropout and BatchNorm make each rank's own state."""
     torch.manual_seed(1234)
     layers: list[nn.Module] = [nn.Linear(IN, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)]
     for _ in range(LAYERS):
         layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
-    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(WIDTH, OUT)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model = spread(nn.Sequential(*layers, nn.Linear(WIDTH, OUT)), args.parallel)
+    optimizer = optimizer_of(model, args.parallel)
     data = TensorDataset(torch.randn(SAMPLES, IN), torch.randn(SAMPLES, OUT))
     sampler: DistributedSampler[Any] = DistributedSampler(
         data, world_size, rank, shuffle=True, seed=7, drop_last=True
     )
-    loader = DataLoader(data, batch, sampler=sampler, drop_last=True)
+    loader = DataLoader(data, args.batch, sampler=sampler, drop_last=True)
     return {"model": model, "optimizer": optimizer, "loader": loader}
+
+
+def spread(net: nn.Sequential, parallel: str) -> nn.Module:
+    """The model over the ranks."""
+    if parallel in ("ddp", "zero1"):
+        return DistributedDataParallel(net)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world = dist.get_world_size()
+    if parallel == "hsdp":
+        shape, names = (REPLICAS, world // REPLICAS), ("replicate", "shard")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    else:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def optimizer_of(model: nn.Module, parallel: str) -> torch.optim.Optimizer:
+    if parallel != "zero1":
+        return torch.optim.AdamW(model.parameters(), lr=1e-4)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-4)
 
 
 def train_step(parts: dict[str, Any], batch: Any) -> None:
@@ -101,7 +137,7 @@ def train_step(parts: dict[str, Any], batch: Any) -> None:
 
 def train_bare(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
-    parts = build(dist.get_rank(), dist.get_world_size(), args.batch)
+    parts = build(dist.get_rank(), dist.get_world_size(), args)
     torch.manual_seed(1000 + dist.get_rank())
     gate = Gate(args.gate, dist.get_rank(), contextlib.nullcontext)
     for number in range(PASSES):
@@ -115,7 +151,7 @@ def train_protected(args: argparse.Namespace) -> None:
     import keepstep
 
     def build_seat(seat: keepstep.Seat) -> dict[str, Any]:
-        parts = build(seat.rank, seat.world_size, args.batch)
+        parts = build(seat.rank, seat.world_size, args)
         return {**parts, "rehearse": lambda batches: train_step(parts, batches[0])}
 
     session = keepstep.session(build_seat)
@@ -137,6 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gate", required=True, help="the driver's Unix socket")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--parallel", choices=PARALLEL, default="ddp")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if os.environ.get("KEEPSTEP_SOCKET"):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Session,
         held_by,
         init_process_group,
+        seeded,
         session,
     )
 
@@ -25,6 +26,7 @@ __all__ = [
     "__version__",
     "held_by",
     "init_process_group",
+    "seeded",
     "session",
 ]
 

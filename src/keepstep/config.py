@@ -51,10 +51,23 @@ class OrchestratorConfig:
     orchestrator must suspect itself before it suspects the cluster."""
     hello_seconds_max: float = 5.0
     """A connection that has not said who it is by then is closed."""
+    journal: str = ""
+    """Where the journal is, unless --journal says it: a file, or postgresql://USER@HOST/DATABASE,
+    with one database per cluster. A password belongs here, or in libpq's own PGPASSFILE: a command
+    line shows in `ps`. `keepstep run` takes a file in its run directory if there is none."""
+    journal_holder: str = ""
+    """Under which name the lease of a journal in PostgreSQL is taken; empty: the host's. Who comes
+    back under the same name need not wait for its own lease to end."""
+    lease_seconds: float = 10.0
+    """How long nobody else may begin a term after this leader's last write to a journal in
+    PostgreSQL, on the database's clock. Written to every third of it. It is what a takeover waits
+    for when a host dies; a leader that was merely slow keeps its term for as long.
+    tick_seconds must fit into it three times."""
     journal_synchronous: str = "full"
     """full: an order leaves only after its step is on the platter (0.2 ms on an idle disk, 10 ms
     at p95 on a starved machine). normal: survives a killed orchestrator but not a power cut, which
-    is enough where the cluster is this one machine: `keepstep run` on its own chooses it."""
+    is enough where the cluster is this one machine: `keepstep run` on its own chooses it. For a
+    file; PostgreSQL has settings of its own."""
     snapshot_entries: int = 1000
     """Journal entries between two snapshots: a restart replays at most about this many."""
     batch_events_max: int = 256

@@ -48,9 +48,11 @@ class Mark(IntEnum):
     RECOVERING = 4
     """In the hands of a migration: its budgets hold, not the hang detector."""
     FINISHED = 5
+    UPDATED = 6
+    """The update is in here, and has yet to reach the others: it cannot be taken back."""
 
 
-TRAINING = (Mark.FORWARD, Mark.GRADS_READY, Mark.APPLIED)
+TRAINING = (Mark.FORWARD, Mark.GRADS_READY, Mark.UPDATED, Mark.APPLIED)
 """In a step, or between two."""
 
 

@@ -10,7 +10,18 @@ import functools
 import os
 import sys
 
-NAMES = ("rng", "loader", "buffers", "fence", "digest", "reset", "fsdp-reset", "vote", "mirror")
+NAMES = (
+    "rng",
+    "loader",
+    "buffers",
+    "fence",
+    "digest",
+    "reset",
+    "fsdp-reset",
+    "vote",
+    "mirror",
+    "phase",
+)
 
 
 @functools.cache

@@ -116,6 +116,8 @@ class Observed:
     exit_code: int = 0
     """Negative: the signal that ended the process."""
     detail: str = ""
+    cover: str = ""
+    """Corrupt is not the rank's own state, but what it keeps of this portion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,8 @@ class SeatReport:
     """Why the phase could not be done on this rank; empty when all is well."""
     covers: tuple[Cover, ...] = ()
     """What it can rebuild of others, in QUIESCE and RESUME."""
+    unsynced: tuple[str, ...] = ()
+    """Portions that its update has changed in part: what other ranks updated has yet to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,6 +492,8 @@ class WorkerBroken:
     detail: str
     corrupt: bool = False
     """No collective, but its own state: it is wrong."""
+    cover: str = ""
+    """Not even that, but what it keeps of this portion, whose owner is another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What every journal must do, whatever stores it. PostgreSQL joins by a factory of its own."""
+"""What every journal must do, whatever stores it: a file, or a real PostgreSQL server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from keepstep.errors import Deposed, Permanent
@@ -15,11 +16,13 @@ from keepstep.orchestrator.journal import (
     ROOT,
     Entry,
     Journal,
-    SqliteJournal,
     check_chain,
     json_lines,
     verify,
 )
+from keepstep.orchestrator.journal_postgres import PostgresJournal
+from keepstep.orchestrator.journal_sqlite import SqliteJournal
+from tests.postgres import PostgresServer
 
 Open = Callable[[], Journal]
 """Opens the same journal again, as another process would."""
@@ -27,21 +30,52 @@ Open = Callable[[], Journal]
 A, B = JobId("a"), JobId("b")
 
 
-def sqlite_factory(path: Path) -> Open:
-    return lambda: SqliteJournal(path / "journal.db")
+class Store:
+    """A place for one journal, which can be opened many times and written to behind its back."""
+
+    def __init__(self, open_journal: Open, tamper: Callable[[str], None]) -> None:
+        self._open = open_journal
+        self.tamper = tamper
+        self.opened: list[Journal] = []
+
+    def __call__(self) -> Journal:
+        self.opened.append(self._open())
+        return self.opened[-1]
 
 
-@pytest.fixture(params=[sqlite_factory], ids=["sqlite"])
-def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    factory = request.param(tmp_path)
-    opened: list[Journal] = []
+def sqlite_store(request: pytest.FixtureRequest) -> Store:
+    path: Path = request.getfixturevalue("tmp_path") / "journal.db"
 
-    def open_and_remember() -> Journal:
-        opened.append(factory())
-        return opened[-1]
+    def tamper(statement: str) -> None:
+        with sqlite3.connect(path) as connection:
+            connection.execute(statement)
+        connection.close()
 
-    yield open_and_remember
-    for journal in opened:
+    return Store(lambda: SqliteJournal(path), tamper)
+
+
+def postgres_store(request: pytest.FixtureRequest) -> Store:
+    server: PostgresServer = request.getfixturevalue("postgres")
+    url = server.database()
+
+    def tamper(statement: str) -> None:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("SET search_path TO keepstep")
+            connection.execute(statement)  # type: ignore[call-overload]
+
+    return Store(lambda: PostgresJournal(url), tamper)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(sqlite_store, id="sqlite"),
+        pytest.param(postgres_store, id="postgres", marks=pytest.mark.postgres),
+    ]
+)
+def reopen(request: pytest.FixtureRequest) -> Iterator[Store]:
+    store = request.param(request)
+    yield store
+    for journal in store.opened:
         journal.close()
 
 
@@ -140,13 +174,48 @@ def test_a_long_chain_is_exported_whole(reopen: Open):
     verify(journal)
 
 
-# --- tampering, which needs to know how SQLite stores things ------------------------------------
+def test_an_append_of_nothing_changes_nothing_and_is_refused_to_a_deposed_writer(reopen: Open):
+    old = reopen()
+    now = old.begin_term()
+    now = old.append(now.term, now.head, [entry("one", A)])
+    again = old.append(now.term, now.head, [])
+    assert (again.term, again.seq, again.head, again.jobs) == (now.term, 1, now.head, {})
+    reopen().begin_term()
+    with pytest.raises(Deposed, match="term 2 leads"):
+        old.append(now.term, now.head, [])
+    verify(old)
 
 
-def tamper(path: Path, statement: str) -> None:
-    with sqlite3.connect(path / "journal.db") as connection:
-        connection.execute(statement)
-    connection.close()
+def test_only_the_newest_snapshots_and_the_first_are_kept(reopen: Store):
+    journal = reopen()
+    now = journal.begin_term()
+    now = journal.snapshot(now.term, now.head, {"count": 0}, 0)
+    for count in range(1, 5):
+        now = journal.append(now.term, now.head, [entry(str(count), A)])
+        now = journal.snapshot(now.term, now.head, {"count": count}, now.seq)
+    for seq, left in ((4, 3), (3, 0)):
+        reopen.tamper(f"UPDATE snapshots SET body = 'null' WHERE seq = {seq}")
+        loaded = reopen().load()
+        assert (loaded.snapshot, loaded.at_seq) == ({"count": left}, left)
+        assert len(loaded.entries) == 4 - left
+    verify(journal)
+
+
+@pytest.mark.postgres
+def test_a_file_and_a_database_make_the_same_chains(tmp_path: Path, postgres: PostgresServer):
+    stood = []
+    for journal in (SqliteJournal(tmp_path / "journal.db"), PostgresJournal(postgres.database())):
+        now = journal.begin_term()
+        now = journal.append(now.term, now.head, [entry("one", A), entry("two")])
+        now = journal.snapshot(now.term, now.head, {"ö": [1.5, None, "\0"]}, now.seq)
+        now = journal.append(now.term, now.head, [entry("three", B, A), entry("four", A)])
+        lines = [line for chain in (CLUSTER, A, B) for line in json_lines(journal.export(chain))]
+        stood.append((now.seq, now.head, now.jobs, lines, journal.load()))
+        journal.close()
+    assert stood[0] == stood[1]
+
+
+# --- tampering -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -159,25 +228,23 @@ def tamper(path: Path, statement: str) -> None:
         "DELETE FROM links WHERE chain = '' AND number = 2",
     ],
 )
-def test_a_rewritten_past_is_found(tmp_path: Path, statement: str):
-    journal = SqliteJournal(tmp_path / "journal.db")
+def test_a_rewritten_past_is_found(reopen: Store, statement: str):
+    journal = reopen()
     now = journal.begin_term()
     for text in ("one", "two", "three"):
         now = journal.append(now.term, now.head, [entry(text, A)])
     verify(journal)
-    tamper(tmp_path, statement)
+    reopen.tamper(statement)
     with pytest.raises(Permanent):
         verify(journal)
-    journal.close()
 
 
-def test_a_changed_snapshot_is_not_used(tmp_path: Path):
-    journal = SqliteJournal(tmp_path / "journal.db")
+def test_a_changed_snapshot_is_not_used(reopen: Store):
+    journal = reopen()
     now = journal.begin_term()
     now = journal.append(now.term, now.head, [entry("one")])
     journal.snapshot(now.term, now.head, {"count": 1}, now.seq)
-    tamper(tmp_path, "UPDATE snapshots SET body = '{\"count\":9}'")
+    reopen.tamper("UPDATE snapshots SET body = '{\"count\":9}'")
     loaded = journal.load()
     assert loaded.snapshot is None
     assert len(loaded.entries) == 1
-    journal.close()

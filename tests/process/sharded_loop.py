@@ -1,4 +1,4 @@
-"""The script of the sharded jobs in test_sharded.py: HSDP or tensor parallel x DDP, 2 x 2.
+"""The script of the sharded jobs: HSDP or tensor parallel x DDP, 2 x 2; full shard; ZeRO-1.
 
 It runs under `keepstep run` and, for the reference, under plain torchrun. Each rank leaves the
 sums of its local state: the reference after every step, a job under faults after its last.
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,7 +79,7 @@ def build(seat: keepstep.Seat) -> dict[str, Any]:
         mesh = MESHES[KIND]()
         fully_shard(model.enter, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    elif KIND == "ddp":
+    elif KIND in ("ddp", "zero1"):
         model = DistributedDataParallel(model)
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -86,7 +87,12 @@ def build(seat: keepstep.Seat) -> dict[str, Any]:
             model, mesh["tp"], {"enter": ColwiseParallel(), "leave": RowwiseParallel()}
         )
         model = DistributedDataParallel(model, device_mesh=mesh["dp"], bucket_cap_mb=0.001)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if KIND == "zero1":
+        # Its decay goes by the parameters, so that they must be right when a step is made again.
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, lr=1e-2, weight_decay=0.1
+        )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     # Ranks of one tensor-parallel group work on the same samples.
     share = seat.rank // TOGETHER
@@ -123,7 +129,8 @@ def train(parts: dict[str, Any], batches: list[torch.Tensor]) -> None:
 def sums(parts: dict[str, Any]) -> dict[str, str]:
     optimizer = parts["optimizer"]
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = [optimizer.state[p][k] for p in weights for k in sorted(optimizer.state[p])]
+    state = getattr(optimizer, "optim", optimizer).state
+    moments = [state[p][k] for p in weights if p in state for k in sorted(state[p])]
     model = parts["model"]
     order = next(buffer for name, buffer in model.named_buffers() if name.endswith("order"))
     return {

@@ -7,24 +7,23 @@ from typing import Any
 
 import pytest
 
+from keepstep.training.kept import CAPSULE_STEPS, Kept, without_piece
 from tests.process.test_sharded import Sharded, check, reference
 
 __all__ = ["reference"]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
-@pytest.mark.parametrize(("rank", "point"), [(1, "backward"), (2, "voted"), (3, "mirror")])
-def test_a_killed_rank_of_a_full_shard_job_is_rebuilt(
-    tmp_path: Path, reference: Any, rank: int, point: str
-) -> None:
+def test_killed_ranks_of_a_full_shard_job_are_rebuilt(tmp_path: Path, reference: Any) -> None:
     with Sharded(tmp_path, "fsdp", level=2) as job:
         job.wait_ready(2)
         job.wait_step(0, 21)
-        job.arm(rank, point)
-        job.wait_moved(2)
+        for generation, (rank, point) in enumerate(((1, "backward"), (2, "voted"), (3, "mirror"))):
+            job.wait_ready(1)
+            job.arm(rank, point)
+            job.wait_moved(generation + 2)
         last = job.finish()
-        (incident,) = job.incidents()
-    assert incident["outcome"] == "resumed", incident
+        assert job.outcomes() == ["resumed"] * 3
     check(tmp_path, reference("fsdp"), last)
 
 
@@ -41,7 +40,10 @@ def flip_then_begin():
         parameter = session.parts["optimizer"].param_groups[0]["params"][{index}]
         held = state[parameter]["exp_avg"] if "{what}" == "moment" else parameter.detach()
         held = held.to_local() if hasattr(held, "to_local") else held
-        ctypes.c_uint8.from_address(held.data_ptr() + 1).value ^= 4
+        if "{what}" == "nan":
+            ctypes.c_float.from_address(held.data_ptr()).value = float("nan")
+        else:
+            ctypes.c_uint8.from_address(held.data_ptr() + 1).value ^= 4
     return begin()
 
 session.begin = flip_then_begin
@@ -52,8 +54,8 @@ def flip(job: Sharded, rank: int) -> None:
     (job.directory / f"flip-{rank}").touch()
 
 
-@pytest.mark.parametrize(("kind", "what"), [("hsdp", "weight"), ("fsdp", "moment")])
-def test_a_flipped_bit_at_rest_is_found_before_it_is_used(
+@pytest.mark.parametrize(("kind", "what"), [("hsdp", "nan"), ("fsdp", "moment")])
+def test_a_change_at_rest_is_found_before_it_is_used(
     tmp_path: Path, reference: Any, kind: str, what: str
 ) -> None:
     hook = FLIP.replace("{index}", "0").replace("{what}", what)
@@ -69,6 +71,39 @@ def test_a_flipped_bit_at_rest_is_found_before_it_is_used(
     assert "changed between two steps" in incident["causes"][0]["detail"]
     assert "corrupt" in taint["reason"]
     check(tmp_path, reference(kind), last)
+
+
+def test_a_flip_in_a_mirror_is_mended_before_its_owner_is_lost(
+    tmp_path: Path, reference: Any
+) -> None:
+    with Sharded(tmp_path, "fsdp", level=2, check_steps=1) as job:
+        job.wait_ready(2)
+        job.wait_step(0, 8)
+        picture = job.cluster.client.cluster()["jobs"]["job"]
+        mirror = (1 + picture["mirror_stride"]) % 4
+        node = picture["seats"][mirror]["node"]
+        kept = Kept(job.cluster.room(node) / "job" / "cover-1.kept")
+        reach = kept.reach()
+        assert reach is not None
+        record = kept.record(reach[1] - 1)
+        assert record is not None
+        # In the middle of the newest record: gradients, or what is said about them.
+        without_piece(record)[-9] ^= 1
+        job.wait_moved(2)
+        (incident,) = job.incidents()
+        (taint,) = job.cluster.client.cluster()["taints"]
+        # What counts is the cover that was made anew.
+        job.wait_ready(2)
+        job.arm(1, "voted")
+        job.wait_moved(3)
+        last = job.finish()
+        assert job.outcomes() == ["resumed", "resumed"], job.incidents()
+    cause = incident["causes"][0]
+    assert (cause["sign"], cause["rank"]) == ("corrupt", mirror)
+    assert f"cover of rank 1: step {reach[1] - 1}: " in cause["detail"]
+    assert cause["step"] <= reach[1] + CAPSULE_STEPS, "in time"
+    assert "what rank" in taint["reason"]
+    check(tmp_path, reference("fsdp"), last)
 
 
 @pytest.mark.parametrize(("kind", "outcome"), [("ddp", "resumed"), ("hsdp", "fallback")])

@@ -15,6 +15,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,10 @@ from keepstep import wire
 from keepstep.cli.client import Client, Refusal
 from keepstep.errors import Unreachable
 from keepstep.model import JobId, JobSpec, NodeId, Phase, Rank, Sign, Term
-from keepstep.orchestrator.journal import SqliteJournal, verify
+from keepstep.orchestrator.journal import verify
+from keepstep.orchestrator.journal_postgres import PostgresJournal
+from keepstep.orchestrator.journal_sqlite import SqliteJournal
+from tests.postgres import PostgresServer
 
 pytestmark = pytest.mark.process
 
@@ -38,8 +42,11 @@ SECONDS_MAX = 15.0
 class Process:
     """One orchestrator on a journal; may be killed and started again."""
 
-    def __init__(self, directory: Path, name: str = "one", **settings: str) -> None:
+    def __init__(
+        self, directory: Path, name: str = "one", journal: str = "", **settings: str
+    ) -> None:
         self.directory = directory
+        self.journal = journal or str(directory / "journal.db")
         self.options: tuple[str, ...] = ()
         self.port_file = directory / f"{name}.port"
         self.log = directory / f"{name}.log"
@@ -53,7 +60,7 @@ class Process:
             self.process = subprocess.Popen(
                 (
                     *(sys.executable, "-m", "keepstep.orchestrator", "--listen", "127.0.0.1:0"),
-                    *("--journal", str(self.directory / "journal.db")),
+                    *("--journal", self.journal),
                     *("--token-file", str(self.directory / "token")),
                     *("--port-file", str(self.port_file)),
                     *self.options,
@@ -452,6 +459,73 @@ def test_a_deposed_leader_ends_and_its_orders_with_it(one: Process, tmp_path: Pa
         assert two.client.cluster()["term"] == 2
     finally:
         two.stop()
+
+
+@pytest.mark.postgres
+def test_a_stopped_leader_wakes_up_when_another_has_taken_over_and_does_no_harm(
+    tmp_path: Path, postgres: PostgresServer
+):
+    """It stops with a step on disk and nobody told. Another takes over when its lease ends."""
+    url, points = postgres.database(), tmp_path / "points"
+    points.mkdir()
+    lease = {
+        "KEEPSTEP_ORCHESTRATOR_LEASE_SECONDS": "2",
+        "KEEPSTEP_ORCHESTRATOR_TICK_SECONDS": "0.3",
+        "KEEPSTEP_FAILPOINTS": str(points),
+    }
+    holder = "KEEPSTEP_ORCHESTRATOR_JOURNAL_HOLDER"
+    one = Process(tmp_path, "one", url, **lease, **{holder: "one"}).start()
+    two = Process(tmp_path, "two", url, **lease, **{holder: "two"})
+    try:
+        old = FakeAgent(one.port, "n0")
+        old.until(wire.Pulse)
+        for phase in Phase:
+            (points / f"orchestrator-{phase.value}").write_text("stop", encoding="utf-8")
+        asking = threading.Thread(target=submit_in_vain, args=(one.client,))
+        asking.start()
+        deadline = time.monotonic() + SECONDS_MAX
+        while not list(points.glob("*.hit")):
+            assert time.monotonic() < deadline, "the leader did not stop"
+            time.sleep(0.01)
+        for point in points.iterdir():
+            point.unlink()
+        two.start()
+        assert two.client.cluster()["term"] == 2
+        new = FakeAgent(two.port, "n0", term_seen=Term(1))
+        order = new.until(wire.StartWorkers)
+        assert isinstance(order, wire.Order)
+        assert one.process is not None
+        one.process.send_signal(signal.SIGCONT)
+        assert one.process.wait(SECONDS_MAX) == 3, "it learns that it was deposed"
+        # What it had journaled may still have left. Agents that have seen term 2 refuse it: see
+        # test_older_terms_are_refused_also_by_a_restarted_agent.
+        late: list[wire.Message] = []
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                late.append(old.read())
+        assert {message.term for message in late if isinstance(message, wire.Order)} <= {1}
+        assert order.term == 2
+        assert JOB in two.client.cluster()["jobs"], "it was journaled, so it was taken over"
+        asking.join(SECONDS_MAX)
+        # The database itself may die too.
+        postgres.restart()
+        assert two.client.submit(JobSpec(JobId("later"), "train.py"))["new"]
+        assert "journal.away" in two.log.read_text(encoding="utf-8")
+        assert sorted(two.client.cluster()["jobs"]) == [JOB, "later"]
+        two.stop()
+        journal = PostgresJournal(url, holder="three")
+        assert journal.begin_term().term == 3, "who leaves lets go of the lease"
+        assert set(verify(journal)) == {"", JOB, "later"}
+        journal.close()
+    finally:
+        for process in (one, two):
+            if process.process is not None and process.process.poll() is None:
+                process.kill()
+
+
+def submit_in_vain(client: Client) -> None:
+    with contextlib.suppress(Refusal, Unreachable):
+        client.submit(spec())
 
 
 def test_a_bad_token_is_refused_with_a_word(one: Process):

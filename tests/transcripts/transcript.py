@@ -26,7 +26,7 @@ from keepstep.model import (
     Sign,
     Term,
 )
-from keepstep.orchestrator import brain, events, placing, state
+from keepstep.orchestrator import brain, events, placing, portions, state
 
 JOB = JobId("train")
 
@@ -122,7 +122,7 @@ class Player:
         return said
 
     def do_rots(self, plain, options):
-        """rots 1: this rank finds its own state changed."""
+        """rots 1: this rank finds its own state changed; cover=0: what it keeps of that portion."""
         return self._observed(plain[0], Sign.CORRUPT, {"detail": "weight-changed", **options})
 
     def do_broken(self, plain, options):
@@ -176,14 +176,18 @@ class Player:
             return wire.SeatReport(rank, problem=problem)
         if f"busy{rank}" in options:
             return wire.SeatReport(rank, busy_seconds=float(options[f"busy{rank}"]))
-        ready = what.startswith("ready")
-        what = what.removeprefix("ready")
+        ready, half = what.startswith("ready"), what.startswith("half")
+        what = what.removeprefix("ready").removeprefix("half")
         boundary = int(what) if what.lstrip("-").isdigit() else at
         held = self._portions(rank)
         digests = {
             name: f"bad-{rank}" if _corrupt(what, name, held) else f"good-{boundary}"
             for name in held
         }
+        unsynced = (held[-1],) if half else ()
+        if half:
+            # Its own update is in; of what all hold it lacks the others'.
+            del digests[held[-1]]
         if f"also{rank}" in options:
             digests[options[f"also{rank}"]] = "new"
         entries = () if what == "lonely" else (boundary, boundary + 1)
@@ -204,6 +208,7 @@ class Player:
             moved_seconds=0.5 if received else 0.0,
             problem=problem,
             covers=self._covers(phase, rank, int(options.get("kept", boundary))),
+            unsynced=unsynced,
         )
 
     def do_shards(self, plain, options):
@@ -215,6 +220,11 @@ class Player:
         """mirrors 1: from now on rank r+1 keeps a cover of rank r's shard, of the last 8 steps."""
         self.stride = int(plain[0])
         return []
+
+    def do_uncovered(self, plain, options):
+        """uncovered: what `status` says of state without a second home."""
+        ranks = map(Rank, range(len(self.job.roster.seats)))
+        return [f"no second home: {sorted(portions.alone(self.job, ranks)) or 'nobody'}"]
 
     def _covers(self, phase, rank, at):
         if not self.stride or phase not in (Phase.QUIESCE, Phase.RESUME):
@@ -355,6 +365,7 @@ class Player:
                 int(options.get("step", -1)),
                 code,
                 options.get("detail", f"Traceback-of-rank-{rank}" if code == 1 else ""),
+                options.get("cover", ""),
             )
         )
 
@@ -418,8 +429,9 @@ def tell(order: wire.Order) -> str:
 
 
 def _corrupt(what, name, held) -> bool:
-    """corrupt: all that it holds; shard-corrupt: its shard only."""
-    return what == "corrupt" or (what == "shard-corrupt" and name == held[0])
+    """corrupt: all that it holds; shard-corrupt: its shard only; whole-corrupt: what all hold."""
+    parts = {"corrupt": held, "shard-corrupt": held[:1], "whole-corrupt": held[1:]}
+    return name in parts.get(what, ())
 
 
 def _seats(seats) -> str:

@@ -19,9 +19,10 @@ from keepstep.model import JobId, JobSpec, NodeId, Phase, Policy, Severity, Sign
 from keepstep.orchestrator import alerts, api, events, openapi
 from keepstep.orchestrator.api import ROUTES, Api
 from keepstep.orchestrator.http import BadRequest, Request, Response, Streamed, Upgraded
-from keepstep.orchestrator.journal import SqliteJournal
+from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.routes import Route, read_fields
-from keepstep.orchestrator.run import Orchestrator, _Waiting
+from keepstep.orchestrator.run import Orchestrator
+from keepstep.orchestrator.stepped import Waiting
 
 COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
 DOCUMENT = json.loads(COMMITTED.read_text(encoding="utf-8"))
@@ -106,7 +107,7 @@ class Server:
         self.orchestrator = orchestrator
 
     def feed(self, *given: events.Event) -> None:
-        self.orchestrator._handle([_Waiting(event) for event in given])
+        self.orchestrator._handle([Waiting(event) for event in given])
 
     async def reply(self, method: str, path: str, body: object = None, token: str = TOKEN) -> Any:
         data = b"" if body is None else codec.dumps(body)

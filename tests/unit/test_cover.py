@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.errors import Permanent
-from keepstep.training import replay
+from keepstep.training import patrol, replay
 from keepstep.training.cover import Capsule, Keeping, Owner, read_record
+from keepstep.training.covering import Covering
 from keepstep.training.digest import byte_view
 from keepstep.training.exchange import Exchange
-from keepstep.training.kept import Kept, Sizes, kept_path
+from keepstep.training.holders import agree, held_by
+from keepstep.training.kept import CAPSULE_STEPS, Kept, Sizes, kept_path, without_piece
 from keepstep.training.raw import tensor_bytes, tensor_view
+from keepstep.training.registry import Registry
+from keepstep.training.uncovered import Uncovered
 
 ROOMY = Sizes(capsule_bytes=1 << 16, record_bytes=1 << 16, slots=17)
 
@@ -157,6 +162,59 @@ def test_a_flipped_bit_in_a_mirror_is_found(tmp_path: Path) -> None:
         rebuild(kept, low + 1)
 
 
+def looked_after(keeping: Keeping) -> list[str]:
+    """What a mirror finds while it looks at each part once."""
+    found = (patrol.spoilt(keeping, step) for step in range(100, 100 + CAPSULE_STEPS))
+    return list(filter(None, found))
+
+
+def test_a_mirror_finds_each_flip_in_what_it_would_be_asked_for(tmp_path: Path) -> None:
+    _, keeping = train(tmp_path, 14, CAPSULE_STEPS)
+    kept = keeping.kept
+    assert kept is not None
+    low, high = kept.reach() or (-1, -1)
+    assert high - low > CAPSULE_STEPS / 2
+    assert not looked_after(keeping)
+    places = {f"boundary {low}": kept.capsule()[1]}
+    for step in range(low, high):
+        record = kept.record(step)
+        assert record is not None
+        # The piece of a capsule behind it has been copied to its place: nobody needs it here.
+        places[f"step {step}"] = without_piece(record)
+    for name, raw in places.items():
+        # Of numbers, meta and payload; the last byte is the payload's.
+        for at in (*range(0, len(raw) - 1, max(1, len(raw) // 25)), len(raw) - 1):
+            if name.startswith("step") and 16 <= at < 48:
+                continue  # Where the piece was to go: of no use once it is there.
+            raw[at] ^= 1 << at % 8
+            found = looked_after(keeping)
+            assert len(found) >= 1, (name, at)
+            assert found[0].startswith(name), found
+            raw[at] ^= 1 << at % 8
+    assert not looked_after(keeping)
+
+
+def test_a_mirror_finds_a_flip_in_the_numbers_of_its_file(tmp_path: Path) -> None:
+    _, keeping = train(tmp_path, 14, CAPSULE_STEPS)
+    kept = keeping.kept
+    assert kept is not None
+    low, high = kept.reach() or (-1, -1)
+    for step in range(low, high):
+        at = kept._slot_at(step)
+        kept._memory[at] ^= 64
+        assert "should lead to" in patrol.spoilt(keeping, 0)
+        kept._memory[at] ^= 64
+    # A piece that does not fit on: the step goes on, and the cover is given up.
+    wire, owner = Wire(), Owner()
+    shard = Shard(3)
+    capsule = capsule_of(shard, 99)
+    capsule.sent = 7
+    wire.send(14, *owner.record(14, {}, shard.gradients(14), capsule))
+    keeping.take(wire)  # type: ignore[arg-type]
+    assert keeping.kept is None
+    assert "was not begun" in patrol.spoilt(keeping, 0)
+
+
 def test_a_record_that_was_not_sealed_ends_the_reach(tmp_path: Path) -> None:
     contents, keeping = train(tmp_path, 6, 4)
     kept = Kept(keeping.path)
@@ -268,3 +326,27 @@ def test_a_step_that_its_owner_could_not_record_is_a_hole(tmp_path: Path) -> Non
     reach = keeping.kept.reach()
     assert reach is not None
     assert reach[1] == 6
+
+
+def test_a_shard_that_something_else_than_the_optimizer_moves_has_no_cover() -> None:
+    model, average = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    held_by(model, [0])
+    held_by(average, [0])
+    registry = Registry(0, 2)
+    registry.add("model", model)
+    registry.add("average", average)
+    registry.add("optimizer", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    registry.holders = agree([registry.view(), registry.view()])
+    uncovered = Uncovered()
+    keeper: Any = SimpleNamespace(
+        registry=registry, place=SimpleNamespace(rank=0), uncovered=uncovered
+    )
+    covering = Covering(keeper)
+    for step in range(2):
+        with torch.no_grad():
+            model.weight.mul_(0.5)
+        assert covering._record(ROOMY, step, updates=True)
+    with torch.no_grad():
+        average.weight.lerp_(model.weight, 0.1)
+    # And never again: who knows when it moves next.
+    assert [covering._record(ROOMY, step, updates=True) for step in (2, 3)] == [[], []]

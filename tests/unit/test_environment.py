@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from keepstep.agent.environment import interface_of
+from pathlib import Path
+
+from keepstep.agent.environment import SECRETS, Surroundings, interface_of, of_standby
+from keepstep.model import JobId, JobSpec
+
+
+def test_the_clusters_secrets_are_not_for_a_worker() -> None:
+    there = Path("there")
+    inherited = {**dict.fromkeys(SECRETS, "secret"), "HOME": "mine"}
+    spec = JobSpec(JobId("job"), "train.py")
+    given = of_standby(Surroundings(spec, there, "127.0.0.1", there, there, inherited), 0)
+    assert given["HOME"] == "mine"
+    assert "secret" not in given.values()
 
 
 def test_the_interface_of_an_address_is_found_by_asking_the_kernel() -> None:

@@ -6,10 +6,12 @@ import json
 
 import pytest
 
-from keepstep.chaos import report
+from keepstep.chaos import flips, report
 from keepstep.chaos.campaign import Plan, Record
 from keepstep.chaos.faults import (
+    AT_REST,
     CATALOGUE,
+    COMPARED,
     MIRROR_WINDOW,
     NOT_SHARDED,
     Mix,
@@ -19,7 +21,8 @@ from keepstep.chaos.faults import (
     schedule,
 )
 from keepstep.chaos.inject import Injector
-from keepstep.chaos.proof import StepLogCheck, check_lines
+from keepstep.chaos.proof import StepLogCheck, check_lines, contaminated_only
+from keepstep.chaos.strike import Flip
 from keepstep.errors import ConfigError
 
 UNPLANNED = choose_cells(Mix.UNPLANNED, (), network=True)
@@ -120,6 +123,73 @@ def test_a_plan_that_makes_no_sense_is_refused(wrong):
         Plan(**wrong)
 
 
+# ---------------------------------------------------------------- flips
+
+
+def test_flips_are_drawn_by_how_they_are_looked_for():
+    def drawn(every, parallel="ddp"):
+        cells = choose_cells(Mix.FLIPS, (), network=True, parallel=parallel, check_steps=every)
+        return {cell.kind for cell in cells}, {cell.window for cell in cells}
+
+    state = {"flip_parameter", "flip_moment", "flip_buffer"}
+    assert drawn(1) == (state, {AT_REST})
+    assert drawn(1, "fsdp") == (state | {"flip_mirror"}, {AT_REST})
+    assert drawn(20) == (state - {"flip_buffer"}, {COMPARED})
+    assert not Plan(mix=Mix.FLIPS, check_steps=20).exact
+    assert Plan(mix=Mix.FLIPS, check_steps=1).exact
+    for wrong in (
+        {"mix": Mix.FLIPS},
+        {"mix": Mix.FLIPS, "check_steps": 5, "parallel": "fsdp"},
+        {"mix": Mix.FLIPS, "check_steps": 5, "world": 2, "nodes": 2},
+        {"check_steps": 5},
+    ):
+        with pytest.raises(ConfigError, match="check-steps"):
+            Plan(**wrong)
+
+
+def found(rank=2, step=40, detail="0.exp_avg changed between two steps", sign="corrupt"):
+    return {"causes": [{"sign": sign, "rank": rank, "step": step, "detail": detail}]}
+
+
+@pytest.mark.parametrize(
+    ("incidents", "every", "problem"),
+    [
+        ([found()], 1, ""),
+        ([], 1, "0 incidents"),
+        ([found(), found()], 1, "2 incidents"),
+        ([found(sign="exit")], 1, "nobody said"),
+        ([found(rank=1)], 1, "rank 1 was named"),
+        ([found(step=41)], 1, "after 1 steps"),
+        ([found(detail="1.exp_avg changed")], 1, "0.exp_avg was flipped"),
+        ([found(step=60, detail="x; steps 40 to 59 are contaminated")], 20, ""),
+        ([found(step=60, detail="x; steps 41 to 59 are contaminated")], 20, "used it"),
+        ([found(step=60)], 20, "used it"),
+        ([found(step=61, detail="x; steps 40 to 60 are contaminated")], 20, "after 21 steps"),
+    ],
+)
+def test_a_flip_counts_only_if_the_right_one_is_named_in_time(incidents, every, problem):
+    flip = Flip(2, "n2/0", 40, "0.exp_avg")
+    result = flips.judge(flip, incidents, {"taints": [{"place": "n2/0"}]}, every)
+    assert problem in result.problem
+    assert bool(problem) == bool(result.problem)
+    assert flips.judge(flip, incidents, {"taints": []}, every).problem
+
+
+def test_after_contaminated_steps_replicas_are_equal_and_nothing_else_differs(tmp_path):
+    def write(*, odd=""):
+        for rank in range(3):
+            parts = {"weights": "w", "optimizer": "o", "scheduler": "s", "rng": f"r{rank}"}
+            parts |= {odd: "odd"} if rank == 1 else {}
+            (tmp_path / f"rank-{rank}.json").write_text(json.dumps(parts))
+
+    reached = [f"rank {rank}: weights differs" for rank in range(3)]
+    write()
+    assert contaminated_only(3, tmp_path, reached) == ""
+    assert "rng" in contaminated_only(3, tmp_path, [*reached, "rank 1: rng differs"])
+    write(odd="optimizer")
+    assert contaminated_only(3, tmp_path, reached) == "the replicas' optimizer differ"
+
+
 # ---------------------------------------------------------------- the step log's proof
 
 
@@ -174,7 +244,13 @@ def record(number, outcome, pause, expected="live"):
 
 def test_the_last_line_counts_and_measures():
     records = [record(n, "live", 0.1 * (n + 1)) for n in range(20)]
-    verdict = report.Verdict(True, StepLogCheck(100, 0, 0, 0, 0), (), 100)
+    log = StepLogCheck(100, 0, 0, 0, 0)
+    stated = report.Verdict(False, log, ("rank 0: weights differs",), 100, "")
+    assert stated.good
+    assert "outcome as stated yes (replicas equal" in report.last_line(records, stated)
+    assert not report.Verdict(False, log, (), 100, "the replicas' weights differ").good
+    assert not report.Verdict(False, log, ("rank 0: weights differs",), 100).good
+    verdict = report.Verdict(True, log, (), 100)
     assert report.last_line(records, verdict) == (
         "20 faults, 20 as expected, 20 live, bit-exact yes, 0 committed steps lost, "
         "pause p50 1.0 s p95 1.9 s"

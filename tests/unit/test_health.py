@@ -102,11 +102,12 @@ def test_a_slow_program_is_given_longer_words():
     assert sent[0].seconds == HOLD_RUNS * 20.0
 
 
-def test_the_token_is_not_for_the_program(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("KEEPSTEP_TOKEN", "secret")
+def test_the_clusters_secrets_are_not_for_the_program(monkeypatch: pytest.MonkeyPatch):
+    for name in ("KEEPSTEP_TOKEN", "KEEPSTEP_ORCHESTRATOR_JOURNAL", "PGPASSWORD"):
+        monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("SOME_SETTING", "inherited")
     given = Told().health._environment()
-    assert "KEEPSTEP_TOKEN" not in given
+    assert "secret" not in given.values()
     known = {name: given[name] for name in ("SOME_SETTING", "KEEPSTEP_NODE", "KEEPSTEP_SLOTS")}
     assert known == {"SOME_SETTING": "inherited", "KEEPSTEP_NODE": "n1", "KEEPSTEP_SLOTS": "4"}
 

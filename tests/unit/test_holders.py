@@ -210,12 +210,3 @@ def test_a_look_back_at_the_boundary_leaves_the_step_as_it_is() -> None:
     assert torch.equal(norm.running_mean, moved)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), rng)
     assert boundary.in_attempt
-
-
-def test_an_optimizer_whose_state_cannot_be_seen_is_refused() -> None:
-    class ZeroRedundancyOptimizer(torch.optim.SGD):
-        """By its name: the real one needs process groups to be made."""
-
-    hidden = ZeroRedundancyOptimizer([torch.zeros(1, requires_grad=True)], lr=0.1)
-    with pytest.raises(ConfigError, match="fully_shard"):
-        Registry().add("optimizer", hidden)

@@ -58,6 +58,14 @@ IF_THE_USER_HAS_IT: Mapping[str, frozenset[str]] = {
 """Modules that may import more, inside a function, once it is known that the user's own script
 uses it."""
 
+IF_THE_EXTRA_IS_THERE: Mapping[str, frozenset[str]] = {
+    # keepstep[postgres]: for an orchestrator whose journal is in a database, and nobody else.
+    "keepstep.orchestrator.journal_postgres": frozenset({"psycopg"}),
+    "keepstep.orchestrator.journal_schema": frozenset({"psycopg"}),
+}
+"""Modules that may import what an extra brings, inside a function or for the type checker alone:
+they too can be imported where the extra is not installed."""
+
 NUMPY_BRIDGES: frozenset[str] = frozenset({"numpy", "from_numpy"})
 """Tensor.numpy() and torch.from_numpy() raise where NumPy is missing, and torch does not bring it:
 calling them is importing NumPy by another name."""
@@ -113,9 +121,21 @@ def complaints_about(module: str, source: str, known: frozenset[str]) -> list[st
         for inner in ast.walk(node)
         if isinstance(inner, ast.Import | ast.ImportFrom)
     }
+    typing_only = {
+        inner.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    }
     found: list[str] = []
     for line, target in imports_of(tree, known):
-        excused = IF_THE_USER_HAS_IT.get(module, frozenset()) if line in deferred else frozenset()
+        excused: frozenset[str] = frozenset()
+        if line in deferred:
+            excused |= IF_THE_USER_HAS_IT.get(module, frozenset())
+        if line in deferred | typing_only:
+            excused |= IF_THE_EXTRA_IS_THERE.get(module, frozenset())
         why = None if target.split(".")[0] in excused else _why_not(module, room, target)
         if why:
             found.append(f"{module}:{line} imports {target}: {why}")
@@ -389,6 +409,25 @@ def test_numpy_is_excused_only_where_listed_and_only_when_deferred():
     assert complaints_about(listed, late, SAMPLE) == []
     assert complaints_about(listed, "import numpy", SAMPLE)
     assert complaints_about("keepstep.training.session", late, SAMPLE)
+
+
+def test_what_an_extra_brings_is_excused_only_where_listed_and_never_at_import():
+    listed = "keepstep.orchestrator.journal_postgres"
+    late, typed = "def f():\n    import psycopg", "if TYPE_CHECKING:\n    import psycopg"
+    assert complaints_about(listed, late, SAMPLE) == []
+    assert complaints_about(listed, typed, SAMPLE) == []
+    assert complaints_about(listed, "import psycopg", SAMPLE)
+    assert complaints_about(listed, f"{typed}\nelse:\n    import psycopg", SAMPLE)
+    for source in (late, typed):
+        assert complaints_about("keepstep.orchestrator.run", source, SAMPLE)
+        assert complaints_about("keepstep.agent.run", source, SAMPLE)
+
+
+def test_a_missing_driver_is_answered_with_the_command_that_installs_it():
+    source = "from keepstep.orchestrator.journal_postgres import PostgresJournal as J; J('')"
+    done = run_python(source, "-S")
+    assert "ConfigError" in done.stderr
+    assert "pip install 'keepstep[postgres]'" in done.stderr
 
 
 def test_a_bridge_to_numpy_is_found():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,43 @@ import pytest
 from keepstep import wire
 from keepstep.clock import VirtualClock
 from keepstep.config import OrchestratorConfig
-from keepstep.errors import Deposed, Permanent
+from keepstep.errors import Deposed, Permanent, Transient
 from keepstep.model import JobId, JobSpec, NodeId, Rank
-from keepstep.orchestrator import brain, events, state
-from keepstep.orchestrator.journal import SqliteJournal, Standing, verify
-from keepstep.orchestrator.run import Orchestrator, _Waiting
+from keepstep.orchestrator import brain, events, run, state
+from keepstep.orchestrator.journal import Standing, verify
+from keepstep.orchestrator.journal_sqlite import SqliteJournal
+from keepstep.orchestrator.run import Orchestrator
+from keepstep.orchestrator.stepped import Waiting
 
 NODE, JOB = NodeId("n0"), JobId("job")
 
 
 class WatchedJournal(SqliteJournal):
-    """Says when an append is done."""
+    """Says when an append is done; may be away, and may have a lease."""
 
     def __init__(self, path: Path, happened: list[str]) -> None:
         super().__init__(path)
         self.happened = happened
+        self.away = 0
+        """How many appends to come find no database."""
+        self.lease_seconds = 0.0
+        self.full = False
+        """No room for a snapshot."""
+
+    def snapshot(self, *arguments: Any) -> Standing:
+        if self.full:
+            self.happened.append("no room")
+            raise Transient("no space left on device", 0.0)
+        return super().snapshot(*arguments)
 
     def append(self, *arguments: Any) -> Standing:
+        if self.away:
+            self.away -= 1
+            self.happened.append("away")
+            raise Transient("the database is away", 0.0)
         standing = super().append(*arguments)
-        self.happened.append("on disk")
-        return standing
+        self.happened.append("on disk" if arguments[2] else "renewed")
+        return replace(standing, lease_seconds=self.lease_seconds)
 
 
 class FakeStream:
@@ -54,12 +72,11 @@ class FakeStream:
 class Scene:
     """One orchestrator whose inbox is fed by hand."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, config: OrchestratorConfig = OrchestratorConfig()) -> None:
         self.happened: list[str] = []
         self.logged: list[str] = []
         self.clock = VirtualClock(1000.0)
         self.journal = WatchedJournal(path / "journal.db", self.happened)
-        config = OrchestratorConfig()
         self.loop = Orchestrator(self.journal, config, self.clock, "token", self.log)
         self.stream = FakeStream(self.happened)
         self.loop._streams[NODE] = self.stream  # type: ignore[assignment]
@@ -70,7 +87,7 @@ class Scene:
 
     def feed(self, *given: events.Event) -> None:
         self.clock.advance_to(self.clock.now() + 0.01)
-        self.loop._handle([_Waiting(event) for event in given])
+        self.loop._handle([Waiting(event) for event in given])
 
     def print(self) -> str:
         return state.fingerprint(self.loop.cluster)
@@ -201,3 +218,147 @@ def test_the_operators_wait_ends_with_a_decision_that_is_on_disk(scene: Scene):
     assert scene.happened == ["on disk"]
     assert scene.loop.history[-1]["kind"] == "Submitted"
     assert scene.loop.history[-1]["seq"] == scene.loop._standing.seq
+
+
+def until_written(scene: Scene, *given: events.Event) -> None:
+    async def work() -> None:
+        async with asyncio.timeout(10):
+            await scene.loop._until_written([Waiting(event) for event in given])
+
+    asyncio.run(work())
+
+
+def test_while_the_journal_is_away_nothing_leaves_and_then_all_of_it_in_order(scene: Scene):
+    scene.feed(HELLO)
+    scene.happened.clear()
+    scene.journal.away = 3
+    until_written(scene, SUBMITTED, events.Tick())
+    assert scene.happened[:4] == ["away"] * 3 + ["on disk"]
+    assert set(scene.happened[4:]) == {"sent"}
+    assert (scene.logged.count("journal.away"), scene.logged.count("journal.back")) == (1, 1)
+    replayed, _ = scene.loop._restore()
+    assert state.fingerprint(replayed) == scene.print()
+    verify(scene.journal)
+
+
+def test_a_bug_while_the_journal_is_away_still_leaves_the_state_as_the_journal_has_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    scene.feed(HELLO, SUBMITTED)
+    real = brain.step
+
+    def buggy(cluster: state.Cluster, event: events.Event, now: float) -> brain.Decision:
+        if isinstance(event, events.LinkLost):
+            cluster.counter += 7  # Half a change,
+            raise AssertionError("and then a bug")
+        return real(cluster, event, now)
+
+    monkeypatch.setattr(brain, "step", buggy)
+    scene.journal.away = 2
+    until_written(scene, publish(scene, 1), events.LinkLost(NODE), publish(scene, 2))
+    assert scene.loop.cluster.jobs[JOB].published_step == 2, "the steps around it count"
+    monkeypatch.undo()
+    replayed, _ = scene.loop._restore()
+    assert state.fingerprint(replayed) == scene.print()
+
+
+def test_a_snapshot_that_cannot_be_written_stops_no_decision(tmp_path: Path):
+    scene = Scene(tmp_path, OrchestratorConfig(snapshot_entries=1))
+    scene.journal.lease_seconds = 9.0
+    scene.feed(HELLO)
+    scene.happened.clear()
+    scene.journal.full = True
+    scene.clock.advance_to(scene.clock.now() + 4.0)
+    until_written(scene, events.Tick())
+    assert scene.happened == ["renewed", "no room"]
+    scene.happened.clear()
+    until_written(scene, replace(HELLO, node=NodeId("n1")))
+    assert scene.happened == ["on disk"], "and is not tried again at once"
+    scene.clock.advance_to(scene.clock.now() + run.SNAPSHOT_AGAIN_SECONDS)
+    until_written(scene)
+    assert scene.happened == ["on disk", "renewed", "no room"]
+    scene.journal.full = False
+    scene.clock.advance_to(scene.clock.now() + run.SNAPSHOT_AGAIN_SECONDS)
+    until_written(scene)
+    assert scene.logged[-1] == "journal.snapshot"
+    assert scene.logged.count("journal.snapshot_failed") == 2
+    verify(scene.journal)
+    scene.journal.close()
+
+
+def test_while_the_inbox_is_full_nobody_is_silent(tmp_path: Path):
+    async def judge(seconds: float) -> None:
+        scene.clock.advance_to(scene.clock.now() + seconds)
+        await scene.loop._judge_silence(scene.clock.monotonic())
+
+    async def outage() -> None:
+        async with asyncio.timeout(10):
+            scene.loop._heard(NODE)
+            for _ in range(2):
+                scene.loop._inbox.put_nowait(Waiting(events.Tick()))
+            await judge(60.0)
+            assert scene.stream.dropped == ""
+            scene.loop._inbox.get_nowait()
+            await judge(1.0)
+            assert scene.stream.dropped == "", "and then it has its whole time"
+            await judge(60.0)
+            assert scene.stream.dropped == "silent"
+
+    scene = Scene(tmp_path, OrchestratorConfig(inbox_events_max=2))
+    asyncio.run(outage())
+    scene.journal.close()
+
+
+def test_a_leader_that_is_cut_off_for_a_lease_sends_its_agents_away_and_gives_up_none(
+    scene: Scene,
+):
+    async def outage() -> None:
+        async with asyncio.timeout(10):
+            scene.journal.away = 1_000_000
+            writing = asyncio.create_task(scene.loop._until_written([Waiting(SUBMITTED)]))
+            await asyncio.sleep(0)
+            scene.clock.advance_to(scene.clock.now() + 8.0)
+            scene.loop._pulse()
+            assert (scene.loop.cut_off, scene.stream.dropped) == ("", "")
+            scene.clock.advance_to(scene.clock.now() + 60.0)
+            assert "another may lead" in scene.loop.cut_off
+            scene.loop._pulse()
+            assert scene.stream.dropped == scene.loop.cut_off
+            await scene.loop._judge_silence(scene.clock.monotonic())
+            await scene.loop._link_ended(scene.stream)  # type: ignore[arg-type]
+            assert scene.loop._inbox.empty(), "it is not its fault"
+            scene.journal.away = 0
+            scene.clock.advance_to(scene.clock.now() + 60.0)
+            await writing
+            assert scene.loop.cut_off == ""
+            await scene.loop._judge_silence(scene.clock.monotonic())
+            assert scene.loop._inbox.empty(), "it has time to come back"
+            scene.clock.advance_to(scene.clock.now() + 60.0)
+            await scene.loop._judge_silence(scene.clock.monotonic())
+            assert scene.loop._inbox.get_nowait().event == events.NodeSilent(NODE)
+
+    scene.journal.lease_seconds = 9.0
+    scene.feed(HELLO)
+    scene.loop._heard(NODE)
+    asyncio.run(outage())
+
+
+def test_an_idle_leader_renews_its_lease_by_writing_nothing(scene: Scene):
+    scene.journal.lease_seconds = 9.0
+    scene.feed(HELLO)
+    scene.happened.clear()
+    for seconds in (2.0, 2.0, 2.0, 2.0):
+        scene.clock.advance_to(scene.clock.now() + seconds)
+        until_written(scene, events.Tick())
+    assert [what for what in scene.happened if what != "on disk"] == ["renewed"] * 2
+
+
+def test_a_deposed_leader_learns_of_it_when_it_renews(scene: Scene, tmp_path: Path):
+    scene.journal.lease_seconds = 9.0
+    scene.feed(HELLO)
+    other = SqliteJournal(tmp_path / "journal.db")
+    other.begin_term()
+    other.close()
+    scene.clock.advance_to(scene.clock.now() + 4.0)
+    with pytest.raises(Deposed):
+        until_written(scene)

@@ -11,7 +11,7 @@ from keepstep import portion
 from keepstep.model import JobId, JobSpec, JobState, Move, NodeId, Rank, Seat
 from keepstep.orchestrator import catching_up, portions, roster
 from keepstep.orchestrator.state import Job
-from keepstep.wire import SeatReport
+from keepstep.wire import Cover, SeatReport
 
 KINDS = ("new", "new", "new", "old", "torn", "joiner", "corrupt", "half")
 
@@ -193,6 +193,21 @@ def test_a_name_that_makes_no_sense_never_resumes():
         assert "no portion" in roster.judge(reports, 4, (name,)).why
         reports[Rank(0)] = replace(reports[Rank(0)], digests={name: "d"})
         assert "no portion" in roster.judge(reports, 4).why
+
+
+def test_what_all_completed_in_part_is_completed_by_all_though_nobody_told_of_it():
+    lost = SeatReport(Rank(1))
+    half = [SeatReport(Rank(r), 9, True, {str(r): "d"}, unsynced=("0-2",)) for r in (0, 2)]
+    cover = replace(half[1], covers=(Cover("1", 4, 9),))
+    reports = {report.rank: report for report in (half[0], lost, cover)}
+    verdict = roster.judge(reports, 3, ("0", "1", "2"))
+    assert (verdict.synced, verdict.rebuilt) == ({"0-2"}, {"1"})
+    assert verdict.winners["0-2"] == (0, 2)
+    seats = [Seat(Rank(r), NodeId(f"n{r}"), 0, 0) for r in range(3)]
+    # The rebuilt rank's own parameters are newer than what it is sent of everybody's.
+    assert [m.portion for m in roster.moves(verdict, reports, seats, {})] == ["0-2", "1"]
+    without = roster.judge({r.rank: r for r in (*half, lost)}, 3, ("0", "1", "2"))
+    assert without.why == "nobody holds portion 1 at boundary 9: it was with rank 1"
 
 
 def test_nobody_votes_on_what_it_does_not_hold():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
 
+from keepstep.training.digest import combine, digest
 from keepstep.training.registry import Registry
 from keepstep.training.rot import Rest, listed, minority
 
@@ -70,3 +73,56 @@ def test_the_minority_is_named_and_a_tie_names_nobody() -> None:
 def test_long_lists_are_cut() -> None:
     assert listed(["a", "b"]) == "a, b"
     assert listed(list("abcde")) == "a, b, c and 2 more"
+
+
+def test_not_a_number_in_one_replica_only_is_a_difference_like_any_other() -> None:
+    replicas = [registered() for _ in range(3)]
+    for _, model, optimizer in replicas[1:]:
+        model.load_state_dict(replicas[0][1].state_dict())
+        optimizer.load_state_dict(replicas[0][2].state_dict())
+    rows = [{"0-2": combine((n, digest(t)) for n, t in r.tensors())} for r, _, _ in replicas]
+    assert [minority(rows, rank) for rank in range(3)] == [("", True)] * 3
+    for wrong in ("nan", "inf"):
+        for name, tensor in replicas[1][0].tensors():
+            if not tensor.is_floating_point():
+                continue
+            rest, before = Rest(1), tensor.clone()
+            rest.remember(replicas[1][0])
+            ctypes.c_float.from_address(tensor.data_ptr()).value = float(wrong)
+            assert rest.changed(replicas[1][0]) == [name], "before it is used"
+            rows[1] = {"0-2": combine((n, digest(t)) for n, t in replicas[1][0].tensors())}
+            assert [minority(rows, rank)[0] for rank in range(3)] == ["", "0-2", ""]
+            # In all replicas alike it is the user's, and no corruption.
+            assert minority([rows[1]] * 3, 1) == ("", True)
+            with torch.no_grad():
+                tensor.copy_(before)
+
+
+def keeper_of(rest: Rest, *, observed: bool) -> Any:
+    """As much of a keeper as a look needs."""
+    registry, model, _ = registered()
+    told: list[tuple[str, bool]] = []
+    keeper = SimpleNamespace(
+        registry=registry,
+        generation=1,
+        covering=None,
+        boundary=SimpleNamespace(step=7),
+        place=SimpleNamespace(observed=observed),
+        model=model,
+        told=told,
+        tear=rest.forget,
+        report_broken=lambda _, text, *, corrupt, cover: told.append((text, corrupt)),
+    )
+    rest.remember(registry)
+    return keeper
+
+
+def test_in_mode_observe_it_is_told_and_training_goes_on() -> None:
+    for observed in (False, True):
+        rest = Rest(1)
+        keeper = keeper_of(rest, observed=observed)
+        assert not rest.is_corrupt(keeper)
+        flip(keeper.model[0].weight)
+        assert rest.is_corrupt(keeper) is not observed, "orders come only where somebody acts"
+        assert keeper.told == [("model.0.weight changed between two steps", True)]
+        assert rest.looks == 2

@@ -53,8 +53,8 @@ class FakeKeeper:
         self.leaves_in = self.applies_in = -1
         self.has_state, self.unsettled, self.step_seconds = True, False, 0.1
         self.homes = SimpleNamespace(boundaries=lambda: (5, 6))
-        self.covering = None
-        self.cursor = SimpleNamespace(advance=lambda: None)
+        self.covering, self.covers = None, ()
+        self.step_through = lambda step: None
         self.groups = SimpleNamespace(
             side=SimpleNamespace(barrier=self._barrier),
             log_digest=lambda: "",

@@ -16,7 +16,13 @@ from pathlib import Path
 from keepstep.model import Generation, JobSpec, Seat
 from keepstep.wire import Membership
 
+SECRETS = ("KEEPSTEP_TOKEN", "KEEPSTEP_ORCHESTRATOR_JOURNAL", "PGPASSWORD")
+"""The cluster's, and the ways to its journal: not for the programs that an agent starts."""
 _SIOCGIFADDR = 0x8915
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in environment.items() if name not in SECRETS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +91,9 @@ def of_standby(around: Surroundings, slot: int) -> dict[str, str]:
 
 def _of_any(around: Surroundings, slot: int) -> dict[str, str]:
     spec = around.spec
-    # The agent's own settings, its token above all, are not the worker's.
-    inherited = {k: v for k, v in around.inherited.items() if not k.startswith("KEEPSTEP_")}
+    # The agent's own settings are not the worker's.
+    known = without_secrets(around.inherited)
+    inherited = {k: v for k, v in known.items() if not k.startswith("KEEPSTEP_")}
     return {
         "OMP_NUM_THREADS": "1",
         **inherited,

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from keepstep.agent import log
+from keepstep.agent.environment import without_secrets
 from keepstep.agent.preload import Exited, Fork, Forked, Ready, Seen, from_line, to_line
 from keepstep.agent.room import ProcessRecord, Room, kill_group
 from keepstep.detect import process
@@ -120,9 +121,8 @@ class Forks:
         for name in self._modules:
             command += ["--import", name]
         # One thread per library: a forked child keeps no pool of its parent's anyway.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment["MKL_NUM_THREADS"] = "1"
-        environment.pop("KEEPSTEP_TOKEN", None)
+        threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+        environment = without_secrets(os.environ) | dict.fromkeys(threads, "1")
         with self._room.preload_log.open("ab") as out:
             self._own = subprocess.Popen(
                 command,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from keepstep import wire
 from keepstep.agent import log
+from keepstep.agent.environment import without_secrets
 from keepstep.agent.room import ProcessRecord, Room, kill_group
 from keepstep.config import AgentSettings
 from keepstep.detect import process
@@ -187,8 +188,7 @@ class Health:
         self._room.save()
 
     def _environment(self) -> dict[str, str]:
-        # Our token is not for it.
-        inherited = {name: text for name, text in os.environ.items() if name != "KEEPSTEP_TOKEN"}
+        inherited = without_secrets(os.environ)
         return {**inherited, "KEEPSTEP_NODE": self._node, "KEEPSTEP_SLOTS": str(self._slots)}
 
 

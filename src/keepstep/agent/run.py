@@ -356,6 +356,7 @@ class Agent:
             generation=broken.generation,
             step=broken.step,
             detail=broken.detail,
+            cover=broken.cover,
         )
         self._broken[broken.job, broken.rank] = observed
         self.stream.send(observed)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from keepstep.agent import log
+from keepstep.agent.environment import without_secrets
 from keepstep.agent.forks import Forks
 from keepstep.agent.preload import Fork
 from keepstep.agent.room import Room, StoreRecord
@@ -66,7 +67,8 @@ class Store:
     async def _start(self, forks: Forks) -> StoreRecord:
         port_file = self._room.store_port_file
         port_file.unlink(missing_ok=True)
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("KEEPSTEP_")}
+        inherited = without_secrets(os.environ)
+        environment = {k: v for k, v in inherited.items() if not k.startswith("KEEPSTEP_")}
         named = await forks.fork(
             Fork(
                 key=f"store/{secrets.token_hex(4)}",

@@ -47,6 +47,8 @@ class Mix(StrEnum):
     HOLD = "hold"
     FALLBACK = "fallback"
     USER = "user"
+    FLIPS = "flips"
+    """Bits flip at rest, and somebody looks for them."""
 
 
 STEP_WINDOWS = ("forward", "backward", "allreduce", "optimizer", "updated")
@@ -55,10 +57,15 @@ RANDOM = "random"
 VOTE_WINDOWS = ("vote", "voted")
 """Before the vote of a sharded job, and past it with the update not begun."""
 MIRROR_WINDOW = "mirror"
-"""Before a full-shard rank writes ahead what its update will need."""
-PARALLEL = ("ddp", "hsdp", "tp", "fsdp")
+"""Before a rank writes ahead what the update of what it alone holds will need."""
+SYNC_WINDOWS = ("halfway", "sync")
+"""With the rank's own update made and its sync not begun, and in the sync's collectives."""
+PARALLEL = ("ddp", "hsdp", "tp", "fsdp", "zero1")
 """How the job's model is spread. hsdp and tp are a mesh of 2 x half the world: each piece of state
-has two holders, half the world apart. In fsdp it has one, and a mirror on the next rank."""
+has two holders, half the world apart. In fsdp it has one, and a mirror on the next rank; in zero1
+the same is true of the optimizer's state, and everybody has the model."""
+AT_REST, COMPARED = "at_rest", "compared"
+"""Where flips are found: by each rank alone at every step, or by comparison every K steps."""
 LOAN = "park"
 """The kind that needs a second job, whose devices are borrowed."""
 
@@ -101,10 +108,12 @@ def _cells(kind: str, windows: Iterable[str], cell: Cell = Cell("", "")) -> list
 
 
 _TWO = Cell("", "", spares=2)
-_SHARDED = ("hsdp", "tp", "fsdp")
+_SHARDED = ("hsdp", "tp", "fsdp", "zero1")
 _VOTE = Cell("", "", parallel=_SHARDED)
 _VOTE_TWO = Cell("", "", spares=2, parallel=_SHARDED)
-_MIRROR = Cell("", "", parallel=("fsdp",))
+_MIRROR = Cell("", "", parallel=("fsdp", "zero1"))
+_SYNC = Cell("", "", parallel=("zero1",))
+_SYNC_TWO = Cell("", "", spares=2, parallel=("zero1",))
 _SILENT = Cell("", "", needs_network=True)
 _QUIET = Cell("", "", Outcome.UNTOUCHED, spares=0)
 _HOLD = Cell("", "", Outcome.HELD, spares=2, mix=Mix.HOLD)
@@ -116,6 +125,10 @@ _RACK = Cell("", "", spares=2, mix=Mix.PLANNED)
 _BORROW = Cell("", "", Outcome.HELD, spares=2, mix=Mix.PLANNED)
 _BUG = Cell("", "", Outcome.FAILED, spares=1, mix=Mix.USER)
 _ODD = Cell("", "", Outcome.LIVE, spares=1, mix=Mix.USER)
+_FLIP = Cell("", "", spares=0, mix=Mix.FLIPS)
+# Three holders or more: with two, nobody can tell which of them is wrong.
+_FLIP_SHARED = Cell("", "", spares=0, mix=Mix.FLIPS, parallel=("ddp",))
+_FLIP_MIRROR = Cell("", "", spares=0, mix=Mix.FLIPS, parallel=("fsdp",))
 
 CATALOGUE: tuple[Cell, ...] = (
     *_cells("sigkill", (*STEP_WINDOWS, RANDOM)),
@@ -151,6 +164,13 @@ CATALOGUE: tuple[Cell, ...] = (
     *_cells("sigstop", (MIRROR_WINDOW,), _MIRROR),
     *_cells("node_loss", (MIRROR_WINDOW,), _MIRROR),
     *_cells("rank0", (MIRROR_WINDOW,), _MIRROR),
+    *_cells("sigkill", SYNC_WINDOWS, _SYNC),
+    *_cells("sigstop", SYNC_WINDOWS, _SYNC),
+    *_cells("node_loss", SYNC_WINDOWS, _SYNC),
+    *_cells("rank0", SYNC_WINDOWS, _SYNC),
+    *_cells("two_ranks", SYNC_WINDOWS, _SYNC_TWO),
+    # A second one falls while the sync of the first one's step is repeated, and after it.
+    *_cells("second_in_sync", ("transfer", "resync", "verify"), _SYNC_TWO),
     *_cells("migrate", (RANDOM,), _MOVE),
     *_cells("migrate_two", (RANDOM,), _MOVE_TWO),
     *_cells("drain", (RANDOM,), _MOVE),
@@ -174,6 +194,13 @@ CATALOGUE: tuple[Cell, ...] = (
     *_cells("both_homes_lost", (RANDOM, "backward"), _LOST),
     *_cells("exception_once", ("forward",), _ODD),
     *_cells("exception_always", ("forward",), _BUG),
+    *_cells("flip_parameter", (AT_REST,), _FLIP),
+    *_cells("flip_moment", (AT_REST,), _FLIP),
+    # Each rank's own, or overwritten from rank 0 by DDP: no comparison tells.
+    *_cells("flip_buffer", (AT_REST,), _FLIP),
+    *_cells("flip_mirror", (AT_REST,), _FLIP_MIRROR),
+    *_cells("flip_parameter", (COMPARED,), _FLIP_SHARED),
+    *_cells("flip_moment", (COMPARED,), _FLIP_SHARED),
 )
 
 TELLING: dict[str, tuple[str, ...]] = {
@@ -186,6 +213,7 @@ TELLING: dict[str, tuple[str, ...]] = {
     "fsdp-reset": ("sigkill", "rank0"),
     "vote": ("sigkill", "node_loss"),
     "mirror": ("sigkill", "node_loss"),
+    "phase": ("sigkill", "rank0"),
 }
 """The kinds that must notice when a protection is switched off."""
 
@@ -206,12 +234,14 @@ NOT_SHARDED = frozenset(
 
 
 def choose_cells(
-    mix: Mix, kinds: Sequence[str], *, network: bool, parallel: str = "ddp"
+    mix: Mix, kinds: Sequence[str], *, network: bool, parallel: str = "ddp", check_steps: int = 0
 ) -> tuple[Cell, ...]:
     """The cells that a campaign draws from. Raises ConfigError, which says the fix."""
     mixes = (Mix.UNPLANNED, Mix.PLANNED) if mix is Mix.ALL else (mix,)
     unfit = NOT_SHARDED if parallel != "ddp" else frozenset()
-    catalogue = [c for c in CATALOGUE if parallel in c.parallel and c.kind not in unfit]
+    unseen = COMPARED if check_steps <= 1 else AT_REST
+    fit = [c for c in CATALOGUE if parallel in c.parallel and c.window != unseen]
+    catalogue = [c for c in fit if c.kind not in unfit]
     known = {cell.kind for cell in catalogue if cell.mix in mixes}
     for kind in kinds:
         if kind not in known:
@@ -272,7 +302,7 @@ def _aim(number: int, cell: Cell, seed: int, world: int) -> Fault:
 def _spare_the_other_home(fault: Fault, world: int, parallel: str) -> Fault:
     """A second victim is never the other home of the first one's shard: that is a fallback."""
     across = (fault.rank + world // 2) % world
-    if parallel == "fsdp":
+    if parallel in ("fsdp", "zero1"):
         # Neighbours are each other's mirrors; across the world nobody is.
         return replace(fault, other=across)
     if parallel != "ddp" and fault.other == across:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.chaos.faults import RANDOM, Fault
+from keepstep.chaos.faults import RANDOM, SYNC_WINDOWS, Fault
+from keepstep.chaos.flips import Flips
 from keepstep.chaos.lender import Lender
 from keepstep.chaos.network import Network
 from keepstep.chaos.places import Places
@@ -74,6 +75,7 @@ class Injector:
             "silent_after_allreduce": self._silent_node,
             "two_ranks": self._two_ranks,
             "second_failure": self._second_failure,
+            "second_in_sync": self._second_in_sync,
             "joiner_dies": self._joiner_dies,
             "standby_dies": self._standby_dies,
             "orchestrator_killed": self._orchestrator_killed,
@@ -88,6 +90,7 @@ class Injector:
             "both_homes_lost": self._both_homes_lost,
             **Plans(cluster, sight, self).kinds(),
             **Places(cluster, sight, self, lender).kinds(),
+            **Flips(cluster, sight, self).kinds(),
         }
 
     def strike(self, fault: Fault) -> Strike:
@@ -223,6 +226,13 @@ class Injector:
         strike = self._signal_rank(fault.rank, signal.SIGKILL)
         self.claimed(second)
         return strike
+
+    def _second_in_sync(self, fault: Fault) -> Strike:
+        second = self.arm(fault.other, fault.cell.window, "kill")
+        pid = self._sight.pid_of(fault.rank)
+        at = self.claimed(self.arm(fault.rank, SYNC_WINDOWS[1], "kill"))
+        self.claimed(second)
+        return Strike(at, (pid,))
 
     def _joiner_dies(self, fault: Fault) -> Strike:
         second = self.arm(fault.rank, fault.cell.window, "kill")

@@ -124,6 +124,25 @@ def compare(world: int, under_faults: Path, reference: Path) -> Comparison:
     return Comparison(not differences, tuple(differences), texts[0], texts[1])
 
 
+CONTAMINATED = frozenset({"weights", "optimizer", "buffers"})
+"""Parts that wrong gradients reach."""
+REPLICATED = ("weights", "optimizer", "scheduler")
+
+
+def contaminated_only(world: int, under_faults: Path, differences: Sequence[str]) -> str:
+    """Where wrong gradients were used: replicas are equal, and only what they reach differs.
+
+    Returns what is not so, or nothing.
+    """
+    results = [_result(under_faults, rank) for rank in range(world)]
+    for part in REPLICATED:
+        if len({str(result.get(part)) for result in results}) != 1:
+            return f"the replicas' {part} differ"
+    reached = {f"rank {rank}: {part} differs" for rank in range(world) for part in CONTAMINATED}
+    beyond = [each for each in differences if each not in reached]
+    return beyond[0] if beyond else ""
+
+
 def _result(directory: Path, rank: int) -> dict[str, Any]:
     try:
         plain = json.loads((directory / f"rank-{rank}.json").read_text(encoding="utf-8"))

@@ -11,6 +11,22 @@ class Missed(Permanent):
     """The window did not come: the process never reached its failpoint."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A bit that was flipped at rest, and who has to be named for it."""
+
+    rank: int
+    """Whose memory it was: of a mirror, not of the owner."""
+    place: str
+    """NODE/SLOT, which has to be tainted."""
+    step: int
+    """The boundary at which it lay."""
+    name: str
+    """What it was, as an incident has to call it."""
+    steps_max: int = 0
+    """It has to be found so many steps later, where each rank looks at every step."""
+
+
 @dataclass(slots=True)
 class Strike:
     """What was done, when (our monotonic clock), and to whom."""
@@ -39,3 +55,5 @@ class Strike:
     """A loan beyond these many has to be made, and repaid; -1: no loan is asked for."""
     one_incident: bool = False
     """However many fall, it is one fault."""
+    flip: Flip | None = None
+    """State was changed behind everybody's back."""

@@ -9,6 +9,7 @@ all its state for comparison with a fault-free run.
     --parallel ddp    every rank holds everything
                hsdp   FSDP2 on a mesh of 2 replicas x half the world of shards
                fsdp   full shard over the world: everything lives once, and in a mirror
+               zero1  DDP, and the optimizer's state cut by ZeroRedundancyOptimizer
                tp     2 replicas by DDP x tensor parallel over half the world
 """
 
@@ -36,12 +37,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 import keepstep
 from keepstep import failpoint
+from keepstep.chaos.faults import PARALLEL
 
 FEATURES = 32
 REPLICAS = 2
 """Of each piece of state, where the model is sharded."""
 ROTTEN_BIT = 1 << 22
 """The highest bit of a float's mantissa: a flip there does not get lost in rounding."""
+SMALL = 1e-12
 
 _session: list[keepstep.Session] = []
 """Set once training begins: a standby's rehearsal must not walk into somebody else's failpoint."""
@@ -116,6 +119,45 @@ def rot(parameter: torch.Tensor) -> None:
         parameter.detach().view(torch.int32).view(-1)[0] ^= ROTTEN_BIT
 
 
+def rot_at_rest(session: keepstep.Session) -> None:
+    """One bit of anything flips between two steps; by address, so that torch sees no change."""
+    if (path := asked_for("rest")) is None:
+        return
+    wanted = json.loads(path.read_text())
+    if session.step < wanted["at"]:
+        return
+    chance = random.Random(wanted["seed"])
+    name, held = chance.choice(resting(session.parts, wanted["what"]))
+    bit = chance.randrange(*wanted["bits"])
+    numbers = held.view(-1).tolist()
+    # What is nothing, or nearly, has no mantissa to speak of.
+    some = [i for i, number in enumerate(numbers) if abs(number) > SMALL] or [0]
+    at = chance.choice(some) * held.element_size() + bit // 8
+    ctypes.c_uint8.from_address(held.data_ptr() + at).value ^= 1 << bit % 8
+    path.write_text(json.dumps({"step": session.step, "name": name, "bit": bit}))
+    path.rename(path.with_name(path.name + ".hit"))
+
+
+def resting(parts: dict[str, Any], what: str) -> list[tuple[str, torch.Tensor]]:
+    """What this rank holds of a kind, by the names that Keepstep gives it."""
+    model, optimizer = parts["model"], parts["optimizer"]
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    found: list[tuple[str, Any]]
+    if what == "parameter":
+        found = [(n, p.detach()) for n, p in model.named_parameters()]
+    elif what == "buffer":
+        found = list(model.named_buffers())
+    else:
+        found = [
+            (f"{i}.{k}", v)
+            for i, p in enumerate(parameters_of(optimizer))
+            for k, v in optimizer.state[p].items()
+        ]
+    local = [(n, t.to_local() if hasattr(t, "to_local") else t) for n, t in found]
+    # Of an uneven cut a rank may hold nothing.
+    return [(n, t) for n, t in local if t.numel()]
+
+
 def raise_if_asked() -> None:
     """A mistake of the user's that comes again on every worker."""
     if asked_for("always") is not None:
@@ -149,8 +191,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="idle time per step")
     parser.add_argument("--finish-file", default="", help="the last step, once somebody writes it")
-    parser.add_argument("--parallel", choices=("ddp", "hsdp", "tp", "fsdp"), default="ddp")
+    parser.add_argument("--parallel", choices=PARALLEL, default="ddp")
     parser.add_argument("--result", default="")
+    parser.add_argument("--looks", default="", help="write here how often each rank looked")
     parser.add_argument("--times", default="", help="write each step's duration here (rank 0)")
     return parser.parse_args()
 
@@ -162,7 +205,7 @@ def build_with(args: argparse.Namespace) -> Any:
         net = Net(args.width, args.frozen_mb, args.layers)
         model = spread(net, args)
         trainable = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=1e-3)
+        optimizer = optimize(trainable, args)
         optimizer.register_step_pre_hook(lambda *_: reach("optimizer"))
         optimizer.register_step_post_hook(lambda *_: rot(trainable[0]))
         optimizer.register_step_post_hook(lambda *_: reach("updated"))
@@ -187,10 +230,18 @@ def build_with(args: argparse.Namespace) -> Any:
     return build
 
 
+def optimize(trainable: list[nn.Parameter], args: argparse.Namespace) -> torch.optim.Optimizer:
+    if args.parallel != "zero1":
+        return torch.optim.AdamW(trainable, lr=1e-3)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(trainable, torch.optim.AdamW, lr=1e-3)
+
+
 def spread(net: Net, args: argparse.Namespace) -> nn.Module:
     """The model over the ranks."""
     bucket_mb = 0.05 if args.width <= 256 else 4
-    if args.parallel == "ddp":
+    if args.parallel in ("ddp", "zero1"):
         return DistributedDataParallel(net, bucket_cap_mb=bucket_mb)
     # Only now: a job without meshes does not pay for these imports.
     from torch.distributed.device_mesh import init_device_mesh
@@ -277,8 +328,11 @@ def main() -> None:
         if args.save_every and session.step % args.save_every == 0 and not session.rehearsing:
             session.save()
         publish_if_asked(session)
+        rot_at_rest(session)
     if args.times and dist.get_rank() == 0:
         Path(args.times).write_text(json.dumps(ends))
+    if args.looks:
+        Path(args.looks, f"looks-{dist.get_rank()}.json").write_text(json.dumps(session.looks))
     if args.result:
         write_result(Path(args.result), session.parts, session.step)
     dist.barrier()
@@ -305,10 +359,12 @@ def write_result(directory: Path, parts: dict[str, Any], steps: int) -> None:
     weights = {n: p.detach() for n, p in model.named_parameters()}
     # Once more by number: DDP over a mesh hides those that it cuts.
     weights |= {str(i): p.detach() for i, p in enumerate(parameters_of(optimizer))}
+    # Of ZeRO: the optimizer inside, which has the state of this rank's parameters.
+    state = getattr(optimizer, "optim", optimizer).state
     moments = {
         f"{i}.{k}": v if isinstance(v, torch.Tensor) else torch.tensor(v)
         for i, p in enumerate(parameters_of(optimizer))
-        for k, v in sorted(optimizer.state[p].items())
+        for k, v in sorted(state.get(p, {}).items())
     }
     result = {
         "steps": steps,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from keepstep.errors import ConfigError, KeepstepError
 
-GROUPS = ("run", "join", "show", "watch", "logs", "moves", "freeze", "stop", "admin")
+GROUPS = ("run", "join", "show", "watch", "logs", "moves", "freeze", "stop", "cost", "admin")
 """Modules of this package with an `add(commands)`, in the order of the help."""
 OPTIONAL_GROUPS = ("demo", "lab")
 """Groups that a smaller install may lack."""

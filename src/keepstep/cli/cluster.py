@@ -22,6 +22,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,13 +33,15 @@ from typing import Any, BinaryIO
 from keepstep.agent import room as agent_room
 from keepstep.cli.client import Client
 from keepstep.cli.supervise import Program, Supervisor
-from keepstep.config import LauncherConfig
+from keepstep.config import LauncherConfig, OrchestratorConfig, load
 from keepstep.errors import ConfigError, KeepstepError, Permanent, Transient, Unreachable
 
 ORCHESTRATOR = "orchestrator"
 NODES_SECONDS_MAX = 120.0
 """An agent joins once its preload server has imported torch: many on few cores take long."""
 SYNCHRONOUS = "KEEPSTEP_ORCHESTRATOR_JOURNAL_SYNCHRONOUS"
+JOURNAL = "KEEPSTEP_ORCHESTRATOR_JOURNAL"
+HOLDER = "KEEPSTEP_ORCHESTRATOR_JOURNAL_HOLDER"
 MARK = "KEEPSTEP_NODE_ROOM"
 """In the environment of everything that runs on a node, so that losing it misses nothing."""
 
@@ -279,12 +282,19 @@ class LocalCluster:
 
     def _orchestrator_program(self) -> Program:
         command = [*self.plan.prefix, sys.executable, "-m", "keepstep.orchestrator"]
-        command += ["--listen", self.plan.listen, "--journal", str(self.run_dir / "journal.db")]
+        command += ["--listen", self.plan.listen]
+        told = {**os.environ, **self.plan.environment}
+        config = load(OrchestratorConfig, self.plan.config_file, told)
+        if not config.journal:
+            command += ["--journal", str(self.run_dir / "journal.db")]
         command += ["--token-file", str(self.token_file)]
         command += ["--port-file", str(self._port_file)]
         if self.plan.config_file is not None:
             command += ["--config", str(self.plan.config_file)]
         environment = self._environment()
+        if not config.journal_holder:
+            # Another run that is given the same database waits; it does not depose this one.
+            environment[HOLDER] = f"{socket.gethostname()}:{self.run_dir}"
         if self.plan.config_file is None and SYNCHRONOUS not in os.environ:
             # All our nodes are on this machine: a power cut leaves nobody with orders that the
             # journal has lost, so an append need not wait for the platter.
@@ -303,6 +313,8 @@ class LocalCluster:
             command += ["--config", str(self.plan.config_file)]
         # The token goes by environment: a command line shows in `ps`.
         own = {MARK: str(self.room(node.name)), "KEEPSTEP_TOKEN": self.client.token}
+        # Passwords of the orchestrator's: no agent needs them.
+        own |= dict.fromkeys({JOURNAL, "PGPASSWORD"} & os.environ.keys(), "")
         return Program(
             _agent(node.name),
             tuple(command),

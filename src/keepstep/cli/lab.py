@@ -11,6 +11,7 @@ import secrets
 from pathlib import Path
 
 from keepstep import sabotage
+from keepstep.chaos.faults import PARALLEL
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,15 +31,23 @@ def _add_chaos(inner: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     option("--seed", type=int, default=None, help="the same seed gives the same faults")
     option(
         "--mix",
-        choices=("unplanned", "planned", "all", "hold", "fallback", "user"),
+        choices=("unplanned", "planned", "all", "hold", "fallback", "user", "flips"),
         default="unplanned",
-        help="planned: ranks are moved while all is well; all: both; hold, fallback, user: kinds "
-        "that do not end in a plain live resume",
+        metavar="MIX",
+        help="unplanned (default); planned: ranks are moved while all is well; all: both; hold, "
+        "fallback, user: kinds "
+        "that do not end in a plain live resume; flips: bits flip at rest",
+    )
+    option(
+        "--check-steps",
+        type=int,
+        metavar="K",
+        help="look for corrupt state every K steps (default 1 with --mix flips, else never)",
     )
     option("--kinds", default="", metavar="A,B", help="only these kinds")
     option(
         "--parallel",
-        choices=("ddp", "hsdp", "tp", "fsdp"),
+        choices=PARALLEL,
         default="ddp",
         help="how the model is spread",
     )
@@ -53,6 +62,7 @@ def run_chaos(asked: argparse.Namespace) -> int:
     from keepstep.chaos import campaign
     from keepstep.chaos.faults import Mix
 
+    looks = 1 if asked.mix == Mix.FLIPS else 0
     plan = campaign.Plan(
         world=asked.world,
         nodes=asked.nodes,
@@ -63,6 +73,7 @@ def run_chaos(asked: argparse.Namespace) -> int:
         kinds=tuple(kind for kind in asked.kinds.split(",") if kind),
         sabotage=asked.sabotage,
         parallel=asked.parallel,
+        check_steps=looks if asked.check_steps is None else asked.check_steps,
         out=asked.out,
         run_dir=asked.run_dir.resolve() if asked.run_dir else None,
     )

@@ -80,7 +80,7 @@ def patience(reading: Progress, policy: Policy) -> float | None:
     match reading.mark:
         case Mark.STARTING:
             return policy.startup_seconds_max
-        case Mark.FORWARD | Mark.GRADS_READY | Mark.APPLIED:
+        case Mark.FORWARD | Mark.GRADS_READY | Mark.UPDATED | Mark.APPLIED:
             return max(policy.hang_seconds_min, policy.hang_steps * reading.step_ns / 1e9)
         case Mark.RECOVERING | Mark.FINISHED:
             return None

@@ -1,7 +1,8 @@
 """The orchestrator's process: `python -m keepstep.orchestrator --journal … --token-file …`.
 
 It prints nothing but its log. It ends with 0 when told to leave, with 3 when another leader has
-taken over (do not restart it then), and with 2 when it was started wrongly.
+taken over (do not restart it then), and with 2 when it was started wrongly. Where the journal is a
+database that another orchestrator has a lease of, it waits until that lease ends.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 from keepstep import codec
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig, load
-from keepstep.errors import ConfigError, Deposed
+from keepstep.errors import ConfigError, Deposed, Transient
 from keepstep.orchestrator import alerts
 from keepstep.orchestrator.api import Api
 from keepstep.orchestrator.http import HttpServer
-from keepstep.orchestrator.journal import SqliteJournal
+from keepstep.orchestrator.journal import Journal
+from keepstep.orchestrator.journals import open_journal, refuse_password
 from keepstep.orchestrator.run import Orchestrator
 
 EXIT_USAGE = 2
@@ -48,8 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
 async def _lead(
     asked: argparse.Namespace, config: OrchestratorConfig, token: str, rules: alerts.Rules
 ) -> int:
-    journal = SqliteJournal(asked.journal, synchronous=config.journal_synchronous)
-    orchestrator = Orchestrator(journal, config, RealClock(), token, log)
+    refuse_password(asked.journal)
+    journal = open_journal(asked.journal or config.journal, config)
+    orchestrator = await _take_over(journal, config, token)
     server = HttpServer(
         Api(orchestrator, journal, token, rules, log).handle,
         connections_max=config.connections_max,
@@ -69,6 +72,23 @@ async def _lead(
         await server.close()
         journal.close()
     return 0
+
+
+async def _take_over(journal: Journal, config: OrchestratorConfig, token: str) -> Orchestrator:
+    """Lead as soon as the journal lets us: its database may be away, or another may have a lease.
+
+    Nobody is listened to before: agents go to the one that leads.
+    """
+    told = ""
+    while True:
+        try:
+            return Orchestrator(journal, config, RealClock(), token, log)
+        except Transient as error:
+            if str(error) != told:
+                told = str(error)
+                log("waiting", why=told)
+            seconds = error.retry_after_seconds
+        await asyncio.sleep(seconds)
 
 
 async def _listen(server: HttpServer, host: str, wanted: int, port_file: Path | None) -> int:
@@ -118,7 +138,12 @@ def _host_and_port(listen: str) -> tuple[str, int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m keepstep.orchestrator")
     parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
-    parser.add_argument("--journal", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--journal",
+        default="",
+        metavar="PLACE",
+        help="a file, or postgresql://HOST/DATABASE (default: the setting `journal`)",
+    )
     parser.add_argument("--token-file", type=Path, required=True, metavar="FILE")
     parser.add_argument("--port-file", type=Path, metavar="FILE", help="written once we listen")
     parser.add_argument("--config", type=Path, metavar="TOML")

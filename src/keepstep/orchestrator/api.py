@@ -127,7 +127,8 @@ class Api:
     # ---------------------------------------------------------------- reading
 
     async def _healthz(self, _: Call) -> Reply:
-        return json_response({"status": "leading", "term": self._orchestrator.term})
+        status = "cut off" if self._orchestrator.cut_off else "leading"
+        return json_response({"status": status, "term": self._orchestrator.term})
 
     async def _openapi(self, _: Call) -> Reply:
         return json_response(openapi.document(ROUTES))

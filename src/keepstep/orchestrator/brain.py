@@ -240,6 +240,10 @@ def _corrupt(turn: Turn, job: Job, event: Observed) -> None:
         turn.ignore(stale or f"corrupt state of generation {event.generation} ignored")
         return
     what = f"state of rank {event.rank} on {event.node} is corrupt: {event.detail}"
+    if event.cover:
+        # Until its owner has sent it anew, `status` says that this portion has no second home.
+        job.covers.pop(event.cover, None)
+        what = f"what rank {event.rank} on {event.node} keeps is corrupt: {event.detail}"
     if policy.acts(job):
         planning.taint(turn, job, event.rank, what)
     observe.fault(turn, job, incidents.Fault((incidents.cause_of(event),), what))

@@ -179,8 +179,9 @@ class HttpServer:
         self._tasks.add(task)
         try:
             await self._serve(reader, writer)
-        except (OSError, TimeoutError, asyncio.CancelledError):
-            # The client went away, took nothing, or we are closing: nobody is left to tell.
+        except (OSError, TimeoutError, asyncio.CancelledError, KeepstepError):
+            # The client went away, took nothing, or we are closing: nobody is left to tell. Or a
+            # stream could not be finished: it must not look as if it were whole.
             writer.transport.abort()
         finally:
             writer.close()

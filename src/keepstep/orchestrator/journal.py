@@ -15,19 +15,21 @@ order in which a restart replays them.
 
 The journal must never accept an entry from a leader that was replaced: an append with an older
 term, or onto a head that has moved, raises Deposed and writes nothing.
+
+This is the seam: what a journal is, and what its chains are made of. journal_sqlite keeps one in a
+file, journal_postgres in a database, and both pass the same contract tests. A store that is away
+raises Transient: the very same call may be repeated, and nothing is written twice.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from keepstep import codec
-from keepstep.errors import Deposed, Permanent
+from keepstep.errors import Permanent
 from keepstep.model import JobId, Term
 
 CLUSTER = ""
@@ -37,8 +39,6 @@ ROOT = hashlib.sha256(b"keepstep journal 1").hexdigest()
 SNAPSHOTS_KEPT = 2
 """The newest, and the one before it in case the newest turns out to be unreadable. The very first
 one, at seq 0, is small and always stays: from it everything can be replayed."""
-WAL_PAGES_MAX = 20_000
-"""Of 4 KiB: how far the write-ahead log may grow before an append has to fold it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,9 @@ class Standing:
     jobs: Mapping[str, str]
     """The heads of the job chains: of all of them at the start of a term, of those that grew
     after an append."""
+    lease_seconds: float = 0.0
+    """How long the store lets nobody else begin a term after a write; 0: it never does. A leader
+    that has nothing to write appends nothing in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,15 @@ class Link:
 
 
 class Journal(Protocol):
-    """What the loop needs of a journal: SQLite here, PostgreSQL in production."""
+    """What the loop needs of a journal, whatever stores it."""
 
     def begin_term(self) -> Standing:
-        """Take over: a term higher than any before it. Whoever wrote until now is deposed."""
+        """Take over: a term higher than any before it. Whoever wrote until now is deposed.
+        Transient while somebody else has a lease; it says for how long."""
 
     def append(self, term: Term, expected_head: str, entries: Sequence[Entry]) -> Standing:
-        """All the entries or none, on disk when this returns."""
+        """All the entries or none, on disk when this returns. Of none, it is the proof that this
+        term still leads, and makes its lease longer."""
 
     def snapshot(self, term: Term, expected_head: str, state: Any, at_seq: int) -> Standing:
         """Keep the state as it was after the entry `at_seq`; its digest joins the cluster chain."""
@@ -104,7 +109,68 @@ class Journal(Protocol):
         """A chain from its first link; CLUSTER, or a job's name."""
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Let go of the store, and of the lease."""
+
+
+Place = tuple[int, str]
+"""The number and the hash of a chain's newest link."""
+START: Place = (0, ROOT)
+Row = tuple[str, int, str, int | None, str | None]
+"""A link as a store keeps it: chain, number, hash, and the entry's seq or a body of its own. An
+entry's text is stored once, whatever its chains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a write adds to the chains, worked out before anything is written."""
+
+    seq: int
+    entries: tuple[tuple[int, str], ...]
+    """The seq and the canonical JSON of each."""
+    links: tuple[Row, ...]
+    heads: Mapping[str, Place]
+    """Of the chains that grew."""
+
+    @property
+    def jobs(self) -> dict[str, str]:
+        return {chain: head for chain, (_, head) in self.heads.items() if chain != CLUSTER}
+
+
+def grow(term: Term, seq: int, heads: Mapping[str, Place], entries: Sequence[Entry]) -> Growth:
+    """The links of new entries after `seq`, where the chains stand at `heads`."""
+    grown: dict[str, Place] = {}
+    bodies: list[tuple[int, str]] = []
+    links: list[Row] = []
+
+    def link(chain: str, body: str, of_seq: int | None = None) -> str:
+        number, previous = grown.get(chain) or heads.get(chain, START)
+        grown[chain] = number + 1, link_hash(previous, body)
+        links.append((chain, *grown[chain], of_seq, None if of_seq is not None else body))
+        return grown[chain][1]
+
+    for entry in entries:
+        seq += 1
+        body = codec.dumps({"entry": entry.body, "seq": seq, "term": term}).decode()
+        bodies.append((seq, body))
+        if not entry.jobs:
+            link(CLUSTER, body, seq)
+        for job in entry.jobs:
+            vouch = {"head": link(job, body, seq), "job": job, "seq": seq}
+            link(CLUSTER, codec.dumps(vouch).decode())
+    return Growth(seq, tuple(bodies), tuple(links), grown)
+
+
+def grow_by_snapshot(at_seq: int, body: str, seq: int, head: Place) -> Growth:
+    """The link that vouches for a snapshot, on the cluster chain that stands at `head`."""
+    said = snapshot_link(at_seq, body)
+    number, hash_ = head[0] + 1, link_hash(head[1], said)
+    return Growth(seq, (), ((CLUSTER, number, hash_, None, said),), {CLUSTER: (number, hash_)})
+
+
+def snapshot_link(at_seq: int, body: str) -> str:
+    """What the cluster chain says of a snapshot."""
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return codec.dumps({"seq": at_seq, "snapshot": digest}).decode()
 
 
 def link_hash(previous: str, body: str) -> str:
@@ -155,179 +221,3 @@ def verify(journal: Journal) -> Mapping[str, str]:
 
 def _called(chain: str) -> str:
     return f"the chain of job {chain}" if chain else "the cluster chain"
-
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS standing (
-    one INTEGER PRIMARY KEY CHECK (one = 1), term INTEGER NOT NULL, seq INTEGER NOT NULL
-);
-CREATE TABLE IF NOT EXISTS entries (seq INTEGER PRIMARY KEY, body TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS links (
-    chain TEXT NOT NULL, number INTEGER NOT NULL, hash TEXT NOT NULL,
-    seq INTEGER, body TEXT, PRIMARY KEY (chain, number)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS heads (
-    chain TEXT PRIMARY KEY, number INTEGER NOT NULL, hash TEXT NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS snapshots (
-    seq INTEGER PRIMARY KEY, link INTEGER NOT NULL, body TEXT NOT NULL
-);
-INSERT OR IGNORE INTO standing VALUES (1, 0, 0);
-"""
-
-
-class SqliteJournal:
-    """The journal of one machine: a file in WAL mode.
-
-    With synchronous=FULL an append waits for the disk: 0.16 ms at the median and 0.3 ms at p95 on
-    an idle machine, 1.5 and 12 ms with seven processes waiting for each core (500 appends of 1 kB,
-    ext4 on a virtual disk). NORMAL took 0.03 and 0.1 ms in both cases. It survives a killed
-    orchestrator just as well, but a machine that loses power may lose the newest entries, and then
-    orders are out in the world that the journal does not know. So FULL, unless the whole cluster
-    lives and dies with this one machine.
-    """
-
-    def __init__(self, path: Path, *, synchronous: str = "full") -> None:
-        assert synchronous in ("full", "normal"), synchronous
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._connection = sqlite3.connect(path, isolation_level=None, timeout=10.0)
-        self._connection.execute("PRAGMA journal_mode=WAL")
-        self._connection.execute(f"PRAGMA synchronous={synchronous}")
-        # The WAL is folded in with each snapshot, which is taken when nothing is going on; this
-        # bound is for the case that nothing ever stops going on.
-        self._connection.execute(f"PRAGMA wal_autocheckpoint={WAL_PAGES_MAX}")
-        self._connection.executescript(_SCHEMA)
-
-    def begin_term(self) -> Standing:
-        with _Transaction(self._connection):
-            self._connection.execute("UPDATE standing SET term = term + 1")
-            term, seq = self._term_and_seq()
-            rows = self._connection.execute("SELECT chain, hash FROM heads").fetchall()
-        heads = dict(rows)
-        cluster = heads.pop(CLUSTER, ROOT)
-        return Standing(Term(term), seq, cluster, heads)
-
-    def append(self, term: Term, expected_head: str, entries: Sequence[Entry]) -> Standing:
-        grown: dict[str, str] = {}
-        head = expected_head
-        with _Transaction(self._connection):
-            seq = self._check(term, expected_head)
-            for entry in entries:
-                seq += 1
-                body = codec.dumps({"entry": entry.body, "seq": seq, "term": term}).decode()
-                self._connection.execute("INSERT INTO entries VALUES (?, ?)", (seq, body))
-                if not entry.jobs:
-                    _, head = self._link(CLUSTER, body, seq=seq)
-                for job in entry.jobs:
-                    _, grown[job] = self._link(job, body, seq=seq)
-                    vouch = {"head": grown[job], "job": job, "seq": seq}
-                    _, head = self._link(CLUSTER, codec.dumps(vouch).decode())
-            self._connection.execute("UPDATE standing SET seq = ?", (seq,))
-        return Standing(term, seq, head, grown)
-
-    def snapshot(self, term: Term, expected_head: str, state: Any, at_seq: int) -> Standing:
-        body = codec.dumps(state).decode()
-        with _Transaction(self._connection):
-            seq = self._check(term, expected_head)
-            assert at_seq <= seq, "a snapshot of entries that are not there yet"
-            link, head = self._link(CLUSTER, _snapshot_body(at_seq, body))
-            self._connection.execute(
-                "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (at_seq, link, body)
-            )
-            self._connection.execute(
-                "DELETE FROM snapshots WHERE seq > 0 AND seq NOT IN "
-                "(SELECT seq FROM snapshots ORDER BY seq DESC LIMIT ?)",
-                (SNAPSHOTS_KEPT,),
-            )
-        self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        return Standing(term, seq, head, {})
-
-    def load(self) -> Loaded:
-        for at_seq, link, body in self._connection.execute(
-            "SELECT seq, link, body FROM snapshots ORDER BY seq DESC"
-        ).fetchall():
-            # A snapshot that the chain does not vouch for was changed: replay more instead.
-            if self._link_body(link) == _snapshot_body(at_seq, body):
-                return Loaded(codec.loads(body), at_seq, self._entries_after(at_seq))
-        return Loaded(None, 0, self._entries_after(0))
-
-    def export(self, chain: str) -> Iterator[Link]:
-        # Pages rather than one cursor: the loop appends between two pages and nothing is locked.
-        number = 0
-        while True:
-            rows = self._connection.execute(
-                "SELECT number, hash, coalesce(links.body, entries.body) FROM links "
-                "LEFT JOIN entries USING (seq) WHERE chain = ? AND number > ? "
-                "ORDER BY number LIMIT 500",
-                (chain, number),
-            ).fetchall()
-            if not rows:
-                return
-            for number, hash_, body in rows:
-                yield Link(number, hash_, body)
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def _check(self, term: Term, expected_head: str) -> int:
-        """Refuse a deposed writer; otherwise the newest seq."""
-        newest, seq = self._term_and_seq()
-        if term != newest:
-            raise Deposed(f"term {term} is over: term {newest} leads now")
-        _, head = self._stored_head(CLUSTER)
-        if head != expected_head:
-            raise Deposed(f"the head moved to {head[:12]} while term {term} stood at another")
-        return seq
-
-    def _term_and_seq(self) -> tuple[int, int]:
-        term, seq = self._connection.execute("SELECT term, seq FROM standing").fetchone()
-        return int(term), int(seq)
-
-    def _link(self, chain: str, body: str, *, seq: int | None = None) -> tuple[int, str]:
-        """Grow a chain by one; an entry's own text is stored once, whatever its chains."""
-        number, previous = self._stored_head(chain)
-        grown = link_hash(previous, body)
-        self._connection.execute(
-            "INSERT INTO links VALUES (?, ?, ?, ?, ?)",
-            (chain, number + 1, grown, seq, None if seq is not None else body),
-        )
-        self._connection.execute(
-            "INSERT OR REPLACE INTO heads VALUES (?, ?, ?)", (chain, number + 1, grown)
-        )
-        return number + 1, grown
-
-    def _stored_head(self, chain: str) -> tuple[int, str]:
-        row = self._connection.execute(
-            "SELECT number, hash FROM heads WHERE chain = ?", (chain,)
-        ).fetchone()
-        return (int(row[0]), str(row[1])) if row else (0, ROOT)
-
-    def _link_body(self, number: int) -> str | None:
-        row = self._connection.execute(
-            "SELECT body FROM links WHERE chain = ? AND number = ?", (CLUSTER, number)
-        ).fetchone()
-        return row[0] if row else None
-
-    def _entries_after(self, seq: int) -> tuple[dict[str, Any], ...]:
-        rows = self._connection.execute(
-            "SELECT body FROM entries WHERE seq > ? ORDER BY seq", (seq,)
-        ).fetchall()
-        return tuple(codec.loads(body)["entry"] for (body,) in rows)
-
-
-def _snapshot_body(at_seq: int, body: str) -> str:
-    digest = hashlib.sha256(body.encode()).hexdigest()
-    return codec.dumps({"seq": at_seq, "snapshot": digest}).decode()
-
-
-class _Transaction:
-    """BEGIN IMMEDIATE … COMMIT: the term and head that were checked are still so at the write."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None:
-        self._connection.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._connection.execute("COMMIT" if kind is None else "ROLLBACK")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.model import Generation, JobId, NodeId
-from keepstep.wire import JobPulse
+from keepstep.wire import Heartbeat, JobPulse
 
 MASS_NODES_MIN = 3
 """Fewer silent nodes than this are never put down to ourselves: small clusters lose two at once."""
@@ -72,6 +72,16 @@ class Witness:
             since[job] = far
             return False
         return far[1] >= step + VOUCH_STEPS
+
+
+@dataclass(slots=True)
+class Liveness:
+    """Who was heard when, on the loop's monotonic clock."""
+
+    last_heard: dict[NodeId, float] = field(default_factory=dict)
+    heartbeats: dict[NodeId, Heartbeat] = field(default_factory=dict)
+    witness: Witness = field(default_factory=Witness)
+    vouched: dict[NodeId, float] = field(default_factory=dict)
 
 
 def quiet_nodes(last_heard: Mapping[NodeId, float], now: float) -> set[NodeId]:

@@ -278,7 +278,7 @@ def _answers() -> dict[str, Schema]:
     alert = {"alert": STRING, "place": _or_null(STRING), "status": STRING, "changed": BOOLEAN}
     return {
         "Error": _record({"error": STRING, "fix": STRING}),
-        "Health": _record({"status": {"const": "leading"}, "term": INTEGER}),
+        "Health": _record({"status": {"enum": ["leading", "cut off"]}, "term": INTEGER}),
         "OpenApi": {"type": "object"},
         "Cluster": _record(
             {

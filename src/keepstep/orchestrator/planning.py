@@ -108,7 +108,7 @@ def unfit(job: Job, plan: Plan, taken: Sequence[SeatReport]) -> list[SeatReport]
     """Those who do not hold what was agreed on, each portion of it and nothing else."""
     _, now = in_migration(job)
     held = portions.index(plan.names, len(now.seats))
-    agreed = plan.digests
+    agreed = _agreed(job, plan)
     return [
         seat
         for seat in taken
@@ -122,7 +122,25 @@ def wrong(job: Job, plan: Plan, seat: SeatReport) -> list[str]:
     """The portions that a rank should hold and does not."""
     _, now = in_migration(job)
     held = portions.index(plan.names, len(now.seats))[seat.rank]
-    return [name for name in held if _differs(seat, name, plan.digests)]
+    agreed = _agreed(job, plan)
+    return [name for name in held if _differs(seat, name, agreed)]
+
+
+def _agreed(job: Job, plan: Plan) -> dict[str, str]:
+    """What each portion should be. Of one that was synced anew: what the first to tell has."""
+    migration, now = in_migration(job)
+    unknown = [
+        name
+        for name, digest in plan.digests.items()
+        if not digest and len(portions.holders(name, len(now.seats))) > 1
+    ]
+    if not unknown:
+        return plan.digests
+    first = {
+        name: next((r.digests[name] for r in migration.reports.values() if name in r.digests), "")
+        for name in unknown
+    }
+    return {**plan.digests, **first}
 
 
 def _differs(seat: SeatReport, name: str, agreed: Mapping[str, str]) -> bool:
@@ -212,4 +230,5 @@ def _difference(job: Job, plan: Plan, seat: SeatReport) -> str:
         return f"it knows of portion {strange}, and nobody at the boundary spoke of it"
     name, size = parts[0], len(now.seats)
     of = "" if name == portions.of_all(size) else f" of portion {name}"
-    return f"digest {seat.digests.get(name, '')[:12]}{of} is not {plan.digests[name][:12]}"
+    agreed = _agreed(job, plan)[name]
+    return f"digest {seat.digests.get(name, '')[:12]}{of} is not {agreed[:12]}"

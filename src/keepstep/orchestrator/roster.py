@@ -49,6 +49,9 @@ class Verdict:
     problem: bool = False
     rebuilt: frozenset[str] = frozenset()
     """Portions that nobody holds there, and that their winner, a mirror, can rebuild."""
+    synced: frozenset[str] = frozenset()
+    """Portions that nobody holds there, and that all can complete together: each rank has updated
+    its own part of them, and only the exchange of the parts is missing."""
 
 
 def build(
@@ -136,20 +139,25 @@ def judge(
             r for r, report in reports.items() if report.intact and report.boundary == boundary
         ]
         votes = {portions.of_all(size): {"": at_it}}
-    names = sorted({*known, *votes})
+    halves = _halves(reports, boundary)
+    names = sorted({*known, *votes, *halves})
     if why := _untold(reports, size, names, told=told):
         return _problem(boundary, why)
     digests: dict[str, str] = {}
     winners: dict[str, tuple[Rank, ...]] = {}
     corrupt: set[Rank] = set()
     covers = _covers(reports, boundary)
-    rebuilt = set()
+    rebuilt, synced = set(), set()
     for name in names:
         found = votes.get(name, {})
         if not found and name in covers:
             # Nobody's copy to compare with: the mirror's was checked as it came, piece by piece.
             digests[name], winners[name] = "", (covers[name],)
             rebuilt.add(name)
+            continue
+        if not found and name in halves:
+            digests[name], winners[name] = "", tuple(sorted(halves[name]))
+            synced.add(name)
             continue
         if why := _undecided(name, size, boundary, found):
             return _problem(boundary, why)
@@ -160,7 +168,15 @@ def judge(
             corrupt.update(r for other, ranks in found.items() if other != digest for r in ranks)
     why = _agreed(boundary, digests, winners, votes)
     away = tuple(sorted(corrupt))
-    return Verdict(boundary, digests, winners, away, why, rebuilt=frozenset(rebuilt))
+    return Verdict(
+        boundary,
+        digests,
+        winners,
+        away,
+        why,
+        rebuilt=frozenset(rebuilt),
+        synced=frozenset(synced),
+    )
 
 
 def _covers(reports: Mapping[Rank, SeatReport], boundary: int) -> dict[str, Rank]:
@@ -172,6 +188,16 @@ def _covers(reports: Mapping[Rank, SeatReport], boundary: int) -> dict[str, Rank
         # The mirror tells the target all that is no tensor, so it has to be there itself.
         if report.intact and report.boundary == boundary and cover.first <= boundary <= cover.last
     }
+
+
+def _halves(reports: Mapping[Rank, SeatReport], boundary: int) -> dict[str, list[Rank]]:
+    """Per portion: who has made the update there, and lacks what others updated."""
+    halves: dict[str, list[Rank]] = {}
+    for rank, report in reports.items():
+        if report.unsynced and report.intact and report.boundary == boundary:
+            for name in report.unsynced:
+                halves.setdefault(name, []).append(rank)
+    return halves
 
 
 def _problem(boundary: int, why: str) -> Verdict:
@@ -206,8 +232,8 @@ def _untold(
     if told or all(len(portions.holders(name, size)) == size for name in names):
         return ""
     held = portions.index(portions.listed(names), size)
-    most = max(len(report.digests) for report in reports.values())
-    said = {rank for rank, report in reports.items() if report.digests}
+    most = max(len(report.digests) + len(report.unsynced) for report in reports.values())
+    said = {rank for rank, report in reports.items() if report.digests or report.unsynced}
     mute = (rank for rank in range(size) if rank not in said and len(held[rank]) < most)
     lost = next(mute, None)
     return "" if lost is None else f"rank {lost} was lost before it said what it holds"
@@ -242,7 +268,15 @@ def _agreed(
     votes: Mapping[str, Mapping[str, list[Rank]]],
 ) -> str:
     voted = [name for name in winners if name in votes]
-    again = [f"rank {winners[name][0]} rebuilds {name}" for name in winners if name not in votes]
+    again = [
+        f"rank {winners[name][0]} rebuilds {name}"
+        if len(winners[name]) == 1
+        else f"{len(winners[name])} ranks complete {name}"
+        for name in winners
+        if name not in votes
+    ]
+    if not voted:
+        return f"boundary {boundary}: {'; '.join(again[: portions.NAMED_MAX])}"
     least = min(voted, key=lambda name: (len(winners[name]), name))
     voters = sum(map(len, votes[least].values()))
     if len(winners) == 1:
@@ -297,8 +331,10 @@ def moves(
             staged = not again and (target in beside or target in wins_too)
             planned.append(Move(target, ring[start : start + count], wave, staged, name, again))
             start = (start + count) % stripes
-    if late:
-        planned.sort(key=operator.attrgetter("wave"))
+    if late or verdict.rebuilt:
+        # What is made again comes last: with it come parameters that others hold as well, and what
+        # those sent may lack this rank's update.
+        planned.sort(key=operator.attrgetter("wave", "rebuilt"))
     return tuple(planned)
 
 

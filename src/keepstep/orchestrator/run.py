@@ -11,6 +11,9 @@ never reach the brain at all: who is alive is kept in memory and judged in liven
 A restart loads the newest snapshot, replays what came after it, begins a higher term and tells the
 brain so; the agents reconnect by themselves and are told again what they need. If somebody else
 has begun a term since, the journal says Deposed, and this process must act no more: it ends.
+
+A journal in a database may be away for a while. What was stepped waits and is written again in the
+same order, and its orders with it; agents are heard and operators answered meanwhile.
 """
 
 from __future__ import annotations
@@ -21,63 +24,42 @@ import hmac
 import secrets
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from keepstep import codec, failpoint, wire
 from keepstep.clock import Clock
 from keepstep.config import OrchestratorConfig
-from keepstep.errors import Deposed, Permanent, WireError
-from keepstep.model import JobId, NodeId, Term
+from keepstep.errors import Deposed, Permanent, Transient, WireError
+from keepstep.model import NodeId, Term
 from keepstep.orchestrator import brain, events, nodes, state, view
-from keepstep.orchestrator.journal import Entry, Journal
+from keepstep.orchestrator.journal import Journal, Standing
 from keepstep.orchestrator.liveness import (
     QUIET_LOOK_SECONDS,
-    Witness,
+    Liveness,
     own_lateness,
     quiet_nodes,
     silent_nodes,
 )
-from keepstep.orchestrator.streams import AgentStream
+from keepstep.orchestrator.stepped import (
+    Stepped,
+    Waiting,
+    entry_of,
+    jobs_touched,
+    record_of,
+    to_be_kept,
+)
+from keepstep.orchestrator.streams import AgentStream, refuse
 
 TICK_SECONDS_MIN = 0.02
 """The shortest time between two ticks."""
 REREADS_MAX = 100
 """Steps that may fail in one term, each answered by reading the journal again, before we leave."""
+SNAPSHOT_AGAIN_SECONDS = 60.0
+"""Between two attempts at a snapshot that the journal could not take."""
 
 Log = Callable[..., None]
 """log("order.sent", job=…, why=…): events, not prose."""
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """One event in the inbox, and who waits for its decision."""
-
-    event: events.Event
-    decided: asyncio.Future[brain.Decision] | None = None
-
-
-@dataclass(slots=True)
-class _Stepped:
-    """One step that is not on disk yet."""
-
-    waiting: _Waiting
-    decision: brain.Decision
-    jobs: tuple[JobId, ...]
-    phases: dict[str, str]
-    """Where those jobs were after the step; the cluster itself goes on to the next step."""
-    now: float
-
-
-@dataclass(slots=True)
-class _Liveness:
-    """Who was heard when, on this process's monotonic clock. Never stored."""
-
-    last_heard: dict[NodeId, float] = field(default_factory=dict)
-    heartbeats: dict[NodeId, wire.Heartbeat] = field(default_factory=dict)
-    witness: Witness = field(default_factory=Witness)
-    vouched: dict[NodeId, float] = field(default_factory=dict)
 
 
 class Orchestrator:
@@ -91,12 +73,21 @@ class Orchestrator:
         self._clock = clock
         self._token = token
         self._log = log
-        self._inbox: asyncio.Queue[_Waiting] = asyncio.Queue(config.inbox_events_max)
+        self._inbox: asyncio.Queue[Waiting] = asyncio.Queue(config.inbox_events_max)
         self._streams: dict[NodeId, AgentStream] = {}
         self._boots: dict[NodeId, str] = {}
         """What the agents of those streams call themselves besides their nodes' names."""
-        self._alive = _Liveness()
+        self._alive = Liveness()
+        self._batch: deque[Waiting] = deque()
+        """Events taken from the inbox and not stepped yet."""
+        self._steps: list[Stepped] = []
+        """Steps that are not on disk yet."""
+        self._torn = False
+        """A step failed half-way: the state has to be read from the journal before the next."""
+        self._written_at = 0.0
+        self._away = False  # The journal, when we last tried to write.
         self._snapshot_seq = 0
+        self._snapshot_again_at = 0.0
         self._tick_waiting = False
         self._tick_due = clock.monotonic()
         self._rereads = 0
@@ -104,8 +95,8 @@ class Orchestrator:
         """Set by each step that changed something: the next tick may be due earlier now."""
         self.history: deque[dict[str, Any]] = deque(maxlen=config.history_entries_max)
         self._told = asyncio.Event()
-        self._standing = journal.begin_term()
-        self._heads: dict[str, str] = dict(self._standing.jobs)
+        self._heads: dict[str, str] = {}
+        self._wrote(journal.begin_term())
         self.cluster, moment = self._restore()
         self._started_now = max(moment, clock.now())
         self._started_monotonic = clock.monotonic()
@@ -127,6 +118,15 @@ class Orchestrator:
     def term(self) -> Term:
         return self._standing.term
 
+    @property
+    def cut_off(self) -> str:
+        """Why agents are better off elsewhere, if they are: they stay with whoever pulses, and who
+        has taken the lease meanwhile would give up every node without them."""
+        lease = self._standing.lease_seconds
+        if not (self._away and lease and self._clock.monotonic() - self._written_at > lease):
+            return ""
+        return f"the journal is away, and the lease of {lease:g} s is over: another may lead"
+
     def now(self) -> float:
         """Wall-clock time that never goes back and never jumps: anchored once, then monotonic."""
         return self._started_now + (self._clock.monotonic() - self._started_monotonic)
@@ -134,7 +134,7 @@ class Orchestrator:
     async def decide(self, event: events.Event) -> brain.Decision:
         """Hand an operator's event to the brain and wait until its decision is on disk."""
         decided: asyncio.Future[brain.Decision] = asyncio.get_running_loop().create_future()
-        await self._inbox.put(_Waiting(event, decided))
+        await self._inbox.put(Waiting(event, decided))
         return await decided
 
     def consider(self, event: events.Event) -> brain.Decision:
@@ -189,7 +189,7 @@ class Orchestrator:
 
     def _begin_term(self) -> None:
         self._log("term.began", term=self.term)
-        self._handle([_Waiting(events.TermBegan(self.term))])
+        self._handle([Waiting(events.TermBegan(self.term))])
         # Nobody is connected yet. Each node that the cluster believes in gets one full period.
         now = self._clock.monotonic()
         believed = [node.node for node in self.cluster.nodes.values() if node.alive]
@@ -203,8 +203,7 @@ class Orchestrator:
             while len(waiting) < self._config.batch_events_max and not self._inbox.empty():
                 waiting.append(self._inbox.get_nowait())
             try:
-                self._handle(waiting)
-                self._snapshot_if_due()
+                await self._until_written(waiting)
             except Deposed as error:
                 self._log("term.deposed", term=self.term, why=str(error))
                 for item in waiting:
@@ -214,24 +213,55 @@ class Orchestrator:
             # A long queue must not starve the streams' readers: let them run between batches.
             await asyncio.sleep(0)
 
-    def _handle(self, waiting: list[_Waiting]) -> None:
+    async def _until_written(self, waiting: list[Waiting]) -> None:
+        """Handle events, for as long as it takes the journal to be there."""
+        self._batch.extend(waiting)
+        told = sent_away = ""
+        while True:
+            sent_away = sent_away or self.cut_off
+            try:
+                self._handle(())
+                self._renew_if_due()
+                self._away = False
+                break
+            except Transient as error:
+                self._away = True
+                if str(error) != told:
+                    told = str(error)
+                    self._log("journal.away", why=told)
+                seconds = error.retry_after_seconds
+            await asyncio.sleep(seconds)
+        if told:
+            self._log("journal.back")
+        if sent_away:
+            # Time for all to come back, as after a restart.
+            self._alive.last_heard = dict.fromkeys(self._alive.last_heard, self._clock.monotonic())
+        self._snapshot_if_due()
+
+    def _handle(self, waiting: Iterable[Waiting]) -> None:
         """Step each event, write the steps together, let their orders out."""
-        steps: list[_Stepped] = []
-        for item in waiting:
+        self._batch.extend(waiting)
+        while self._batch or self._torn:
+            if self._torn:
+                self._commit()
+                self.cluster, _ = self._restore()
+                self._torn = False
+                continue
+            item = self._batch.popleft()
             if isinstance(item.event, events.Tick):
                 item.event = self._tick_now()
             now = self.now()
             try:
                 decision = brain.step(self.cluster, item.event, now)
             except Exception as error:
-                self._commit(steps)
-                steps = []
-                self._reread(item, error)
+                self._torn = True
+                self._leave_out(item, error)
                 continue
             self.cluster = decision.cluster
-            jobs = _jobs_touched(item.event, decision)
-            steps.append(_Stepped(item, decision, jobs, view.phases(self.cluster, jobs), now))
-        self._commit(steps)
+            jobs = jobs_touched(item.event, decision)
+            phases = view.phases(self.cluster, jobs)
+            self._steps.append(Stepped(item, decision, jobs, phases, now))
+        self._commit()
 
     def _tick_now(self) -> events.Tick:
         """A tick that says by how much our own loop, not the cluster, was late for it."""
@@ -239,9 +269,9 @@ class Orchestrator:
         limit = self._config.late_seconds_max
         return events.Tick(own_lateness(self._tick_due, self._clock.monotonic(), limit))
 
-    def _reread(self, item: _Waiting, error: Exception) -> None:
-        """A bug of ours may have left the state half changed: leave the event out, and take the
-        state from the journal, where every step is whole."""
+    def _leave_out(self, item: Waiting, error: Exception) -> None:
+        """A bug of ours may have left the state half changed: leave the event out; the state is
+        taken from the journal, where every step is whole."""
         trace = traceback.format_exc()
         self._log("step.failed", kind=type(item.event).__name__, why=repr(error), trace=trace)
         if item.decided is not None and not item.decided.done():
@@ -249,15 +279,15 @@ class Orchestrator:
         self._rereads += 1
         if self._rereads > REREADS_MAX:
             raise Permanent(f"{REREADS_MAX} steps failed in this term: {error!r}") from error
-        self.cluster, _ = self._restore()
 
-    def _commit(self, steps: list[_Stepped]) -> None:
-        """Write what changed, then let the orders out."""
-        entries = [_entry(done) for done in steps if _to_be_kept(done.decision)]
+    def _commit(self) -> None:
+        """Write what changed, then let the orders out. Repeated as it is if the journal is away."""
+        steps = self._steps
+        entries = [entry_of(done) for done in steps if to_be_kept(done.decision)]
         if entries:
-            self._standing = self._journal.append(self.term, self._standing.head, entries)
-            self._heads |= self._standing.jobs
+            self._wrote(self._journal.append(self.term, self._standing.head, entries))
             self._hurried.set()
+        self._steps = []
         for done in steps:
             for phase in view.phases(self.cluster, done.jobs).values():
                 # On disk, and not told to anybody: the worst moment for a leader to die.
@@ -265,7 +295,21 @@ class Orchestrator:
             self._send(done.decision)
             if done.waiting.decided is not None and not done.waiting.decided.done():
                 done.waiting.decided.set_result(done.decision)
-        self._tell([done for done in steps if _to_be_kept(done.decision)])
+        self._tell([done for done in steps if to_be_kept(done.decision)])
+
+    def _wrote(self, standing: Standing) -> None:
+        self._standing = standing
+        self._heads |= standing.jobs
+        self._written_at = self._clock.monotonic()
+
+    def _renew_if_due(self) -> None:
+        """Who has nothing to write says so in time: others may begin a term when a lease ends.
+
+        Our clock says only when to speak; the store's own says whether it was in time.
+        """
+        lease = self._standing.lease_seconds
+        if lease and self._clock.monotonic() - self._written_at > lease / 3:
+            self._wrote(self._journal.append(self.term, self._standing.head, ()))
 
     def _send(self, decision: brain.Decision) -> None:
         for order in decision.orders:
@@ -278,13 +322,13 @@ class Orchestrator:
             if stream := self._streams.get(node):
                 stream.send(wire.encode(answer))
 
-    def _tell(self, steps: list[_Stepped]) -> None:
+    def _tell(self, steps: list[Stepped]) -> None:
         if not steps:
             return
         last_seq = self._standing.seq
         for offset, done in enumerate(steps):
             seq = last_seq - len(steps) + 1 + offset
-            record = _record(seq, done)
+            record = record_of(seq, done)
             self.history.append(record)
             self._log("decided", **record)
         self._told.set()
@@ -296,11 +340,18 @@ class Orchestrator:
         # Not in the middle of a recovery, where every millisecond counts, unless long overdue.
         if grown < due or (grown < 4 * due and brain.due(self.cluster) is not None):
             return
-        self._write_snapshot(self.cluster, self._standing.seq, self.now())
+        if self._clock.monotonic() < self._snapshot_again_at:
+            return
+        try:
+            self._write_snapshot(self.cluster, self._standing.seq, self.now())
+        except Transient as error:
+            # It only shortens a replay: decisions must not wait for it.
+            self._snapshot_again_at = self._clock.monotonic() + SNAPSHOT_AGAIN_SECONDS
+            self._log("journal.snapshot_failed", why=str(error))
 
     def _write_snapshot(self, cluster: state.Cluster, seq: int, now: float) -> None:
         plain = {"cluster": state.to_plain(cluster), "now": now}
-        self._standing = self._journal.snapshot(self.term, self._standing.head, plain, seq)
+        self._wrote(self._journal.snapshot(self.term, self._standing.head, plain, seq))
         self._snapshot_seq = seq
         self._log("journal.snapshot", seq=seq)
 
@@ -323,9 +374,9 @@ class Orchestrator:
                 pulse_due = now + self._config.pulse_seconds
                 self._pulse()
             if now >= tick_due:
-                if not self._tick_waiting:
+                if not (self._tick_waiting or self._inbox.full()):
                     self._tick_waiting, self._tick_due = True, tick_due
-                    await self._inbox.put(_Waiting(events.Tick()))
+                    await self._inbox.put(Waiting(events.Tick()))
                 tick_due = now + self._until_tick()
             look_due = min(pulse_due, now + QUIET_LOOK_SECONDS) if quiet else pulse_due
             tick_due = await self._doze(tick_due, look_due)
@@ -360,9 +411,13 @@ class Orchestrator:
         for node in alive.witness.vouches(nodes.jobs_on(cluster, quiet)):
             alive.vouched[node] = now
             if node in cluster.doubtful:
-                await self._inbox.put(_Waiting(events.NodeVouched(node)))
+                await self._inbox.put(Waiting(events.NodeVouched(node)))
 
     async def _judge_silence(self, now: float) -> None:
+        if self._inbox.full() or self.cut_off:
+            # Heartbeats lie unread behind what finds no room there, or we sent everybody away.
+            self._alive.last_heard = dict.fromkeys(self._alive.last_heard, now)
+            return
         limit = self._silent_seconds_max()
         for node in silent_nodes(self._alive.last_heard, now, limit, self._alive.vouched):
             seconds = now - self._alive.last_heard.pop(node)
@@ -371,7 +426,7 @@ class Orchestrator:
             # The stream may look open for minutes: whoever comes back must say Hello again.
             if stream := self._streams.pop(node, None):
                 stream.drop("silent")
-            await self._inbox.put(_Waiting(events.NodeSilent(node)))
+            await self._inbox.put(Waiting(events.NodeSilent(node)))
 
     def _silent_seconds_max(self) -> float:
         limits = [self._config.silent_seconds_max]
@@ -380,9 +435,12 @@ class Orchestrator:
         return min(limits)
 
     def _pulse(self) -> None:
-        frame = wire.encode(self._own_pulse())
+        frame, why = wire.encode(self._own_pulse()), self.cut_off
         for stream in tuple(self._streams.values()):
-            stream.send(frame)
+            if why:
+                stream.drop(why)
+            else:
+                stream.send(frame)
 
     def _own_pulse(self) -> wire.Pulse:
         """The heads of jobs that run: their step logs quote them."""
@@ -397,11 +455,15 @@ class Orchestrator:
             async with asyncio.timeout(self._config.hello_seconds_max):
                 hello = await wire.read(reader)
         except (TimeoutError, asyncio.IncompleteReadError, WireError) as error:
-            await _refuse(writer, f"no Hello that could be read: {error}")
+            await refuse(writer, f"no Hello that could be read: {error}")
+            return
+        if why := self.cut_off:
+            # Without a word: one that is refused takes itself for wrongly started.
+            self._log("agent.sent_away", why=why)
             return
         if refusal := self._why_not(hello):
             self._log("agent.refused", why=refusal)
-            await _refuse(writer, refusal)
+            await refuse(writer, refusal)
             return
         # The token is checked and forgotten: it must not reach the journal.
         hello = dataclasses.replace(hello, token="")
@@ -413,7 +475,7 @@ class Orchestrator:
         self._heard(hello.node)
         self._log("agent.connected", node=hello.node, workers=len(hello.workers))
         stream.send(wire.encode(self._own_pulse()))
-        await self._inbox.put(_Waiting(hello))
+        await self._inbox.put(Waiting(hello))
         try:
             async for message in stream.messages():
                 await self._receive(stream, message)
@@ -466,7 +528,7 @@ class Orchestrator:
                 | wire.Publish()
                 | wire.Health()
             ):
-                await self._inbox.put(_Waiting(message))
+                await self._inbox.put(Waiting(message))
             case _:
                 stream.drop(f"{type(message).__name__} is not for an orchestrator")
 
@@ -478,63 +540,11 @@ class Orchestrator:
             return
         del self._streams[stream.node]
         self._log("agent.disconnected", node=stream.node, why=stream.dropped or "stream ended")
+        if self.cut_off:
+            return  # It left because we sent it away.
         # Without waiting: this runs while the connection's task may be being cancelled.
         try:
-            self._inbox.put_nowait(_Waiting(events.LinkLost(stream.node)))
+            self._inbox.put_nowait(Waiting(events.LinkLost(stream.node)))
         except asyncio.QueueFull:
             # Silence will say the same within seconds.
             return
-
-
-async def _refuse(writer: asyncio.StreamWriter, why: str) -> None:
-    writer.write(wire.encode(wire.Refused(why)))
-    async with asyncio.timeout(1.0):
-        await writer.drain()
-
-
-def _to_be_kept(decision: brain.Decision) -> bool:
-    return decision.changed or bool(decision.orders)
-
-
-def _jobs_touched(event: events.Event, decision: brain.Decision) -> tuple[JobId, ...]:
-    """The jobs that a step is about, or changed, or gave orders for: it goes into their chains."""
-    touched = {order.job for order in decision.orders}
-    touched |= {note.job for note in decision.notes}
-    touched |= {events.job_of(event) or JobId("")}
-    return tuple(sorted(touched - {JobId("")}))
-
-
-def _entry(done: _Stepped) -> Entry:
-    body = {
-        "event": events.to_plain(done.waiting.event),
-        "now": done.now,
-        "orders": [_order_line(order) for order in done.decision.orders],
-        "why": done.decision.why,
-    }
-    return Entry(done.jobs, body)
-
-
-def _order_line(order: wire.Order) -> dict[str, Any]:
-    """An order as the journal names it; replaying the event gives the whole of it again."""
-    kind = type(order.action).__name__
-    number = len(order.nodes)
-    return {"generation": order.generation, "id": order.order_id, "kind": kind, "nodes": number}
-
-
-def _record(seq: int, done: _Stepped) -> dict[str, Any]:
-    """One decision as /v1/events and the log show it."""
-    event = done.waiting.event
-    return {
-        "seq": seq,
-        "at": done.now,
-        "kind": type(event).__name__,
-        "jobs": list(done.jobs),
-        "node": getattr(event, "node", None),
-        "why": done.decision.why,
-        "phases": done.phases,
-        "notes": [
-            {"job": note.job, "incident": note.incident, "phase": note.phase, "why": note.why}
-            for note in done.decision.notes
-        ],
-        "orders": [f"{type(o.action).__name__} to {len(o.nodes)}" for o in done.decision.orders],
-    }

@@ -73,3 +73,9 @@ class AgentStream:
             self.drop(f"took nothing for {WRITE_SECONDS_MAX:.0f} s")
         except OSError as error:
             self.drop(str(error))
+
+
+async def refuse(writer: asyncio.StreamWriter, why: str) -> None:
+    writer.write(wire.encode(wire.Refused(why)))
+    async with asyncio.timeout(1.0):
+        await writer.drain()

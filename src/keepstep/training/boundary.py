@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from keepstep import sabotage
+from keepstep.training.plain import encode, plain_digest
 from keepstep.training.randomness import Randomness, read_randomness, restore_randomness
 from keepstep.training.registry import Registry
 
@@ -52,6 +53,8 @@ class Boundary:
         """The optimizer is through."""
         self.torn = False
         """State is half received; this rank is no source."""
+        self.unsynced = False
+        """The update is in, and what other ranks updated has yet to come (halfway.py)."""
         self._snapshot: _Snapshot | None = None
         self._shadows: dict[str, torch.Tensor] = {}
         self._moving: set[str] | None = None
@@ -135,10 +138,20 @@ class Boundary:
         return True
 
     def _tail_done(self) -> bool:
-        """After the update only plain state may be left to change: did it?"""
+        """After the update only plain state may be left to change: did it?
+
+        What has not changed may have been about to: a scheduler that looks at the loss now and
+        then, for one. In doubt the rank is torn, and receives. What has no state (a loss scaler
+        that is switched off) cannot change.
+        """
         assert self._snapshot is not None, "an attempt begins with a snapshot"
         before = self._snapshot.others
-        return all(o.state_dict() != before[n] for n, o in self.registry.others.items())
+        now = {name: other.state_dict() for name, other in self.registry.others.items()}
+        return all(
+            plain_digest(encode(state)) != plain_digest(encode(before[name]))
+            for name, state in now.items()
+            if state or before[name]
+        )
 
     def unwind(self) -> bool:
         """Leave a broken attempt. True if the step had been applied after all."""
@@ -151,10 +164,19 @@ class Boundary:
             else:
                 self.torn = True
             self.in_attempt = self.updating = self.updated = False
+            self._forget_scaling()
             return was_applied
         self.restore()
         self.in_attempt = False
+        self._forget_scaling()
         return False
+
+    def _forget_scaling(self) -> None:
+        """A loss scaler remembers which optimizers this step has unscaled, outside its state: in
+        the retry it would refuse to unscale them again."""
+        for other in self.registry.others.values():
+            if isinstance(other, torch.amp.GradScaler) and other.is_enabled():
+                other._per_optimizer_states.clear()
 
     def restore(self) -> None:
         """Put back what the forward pass changed."""
@@ -197,7 +219,7 @@ class Boundary:
     def arrive(self, step: int) -> None:
         """State of another boundary was received and verified."""
         self.step = step
-        self.torn = self.in_attempt = self.updating = self.updated = False
+        self.torn = self.unsynced = self.in_attempt = self.updating = self.updated = False
 
 
 def _same_bytes(left: torch.Tensor | None, right: torch.Tensor) -> bool:

@@ -27,7 +27,9 @@ import torch
 from keepstep import portion as portions
 from keepstep import wire
 from keepstep.errors import NoHome, Permanent
+from keepstep.training import halfway
 from keepstep.training.covering import make_again
+from keepstep.training.digest import digest
 from keepstep.training.mirror import fetch_from
 from keepstep.training.raw import bytes_tensor, tensor_bytes
 from keepstep.training.seat import Place
@@ -87,6 +89,10 @@ def _write_portion(path: Path, boundary: int, keeper: Keeper, portion: str) -> N
     """One portion as this rank holds it, or its mirror keeps it; its description last."""
     registry = keeper.registry
     mirrored = portion not in registry.portions()
+    # A boundary that was reached half-way: what an owner updated is right with itself alone.
+    half = keeper.boundary.unsynced
+    unsynced = half and portion in registry.synced()
+    beside = registry.companions(portion) if half and not mirrored else []
     if mirrored:
         assert keeper.covering is not None, "who is to write another rank's portion covers it"
         pieces = keeper.covering.pieces(portion, boundary)
@@ -94,7 +100,8 @@ def _write_portion(path: Path, boundary: int, keeper: Keeper, portion: str) -> N
     else:
         # Nobody compares these bytes with another holder's before they are needed.
         registry.forget_digests()
-        tensors = {name: tensor.detach().cpu() for name, tensor in registry.shared(portion)}
+        held = [*registry.shared(portion), *beside]
+        tensors = {name: tensor.detach().cpu() for name, tensor in held}
     file = path / f"{_file_name(portion)}.pt"
     partial = file.with_name(file.name + ".partial")
     torch.save(tensors, partial)
@@ -103,7 +110,9 @@ def _write_portion(path: Path, boundary: int, keeper: Keeper, portion: str) -> N
         "portion": portion,
         "boundary": boundary,
         "mirrored": mirrored,
-        "digest": "" if mirrored else registry.shared_digests()[portion],
+        "unsynced": unsynced,
+        "beside": {name: digest(tensor) for name, tensor in beside},
+        "digest": "" if mirrored or unsynced else registry.shared_digests()[portion],
         "layout": [] if mirrored else registry.layout(portion),
         "plain": registry.plain(),
         "records": keeper.log.records(),
@@ -118,6 +127,7 @@ def _write_manifest(path: Path, boundary: int, keeper: Keeper) -> None:
         "world_size": keeper.place.world_size,
         "portions": registry.holders.all(),
         "private": sorted(registry.private),
+        "late": keeper.recorder.late,
     }
     _write_whole(path / "manifest.json", json.dumps(manifest).encode())
 
@@ -142,15 +152,20 @@ def load(found: Found, keeper: Keeper) -> bytes:
     """Shared state in, verified, portion by portion; returns this rank's private entry."""
     registry, rank = keeper.registry, keeper.place.rank
     registry.private = set(found.manifest["private"])
+    keeper.recorder.late = bool(found.manifest.get("late", False))
     wanted: dict[str, str] = {}
-    for portion in registry.portions():
+    # What a rank updated itself comes last: it is newer than what all hold, if a step was half-way.
+    for portion in sorted(registry.portions(), key=lambda p: -len(portions.holders_of(p))):
         if portion not in found.manifest["portions"]:
             raise Permanent(
                 f"{found.path} was written by a job cut in another way: it has no portion "
                 f"{portion}, only {', '.join(found.manifest['portions'][:8])}"
             )
         wanted[portion] = _load_portion(found, keeper, portion)
-    if registry.shared_digests() != wanted:
+    if unsynced := [portion for portion, known in wanted.items() if not known]:
+        halfway.finish_loaded(keeper, unsynced)
+    now = registry.shared_digests()
+    if any(known and now[portion] != known for portion, known in wanted.items()):
         raise Permanent(
             f"{found.path} does not hold the state that its manifest names; "
             "move it away to start from an older one"
@@ -161,7 +176,7 @@ def load(found: Found, keeper: Keeper) -> bytes:
 
 
 def _load_portion(found: Found, keeper: Keeper, portion: str) -> str:
-    """One portion in; returns the digest that it must have."""
+    """One portion in; returns the digest that it must have, nothing if it is not synced yet."""
     registry = keeper.registry
     description = json.loads((found.path / f"{_file_name(portion)}.json").read_bytes())
     tensors = torch.load(found.path / f"{_file_name(portion)}.pt", weights_only=True)
@@ -173,9 +188,16 @@ def _load_portion(found: Found, keeper: Keeper, portion: str) -> str:
         with torch.no_grad():
             for name, tensor in registry.shared(portion):
                 tensor.copy_(tensors[name])
+            for name, tensor in registry.companions(portion):
+                if name in description["beside"]:
+                    tensor.copy_(tensors[name])
+                    if digest(tensor) != description["beside"][name]:
+                        raise Permanent(f"{name} in {found.path} is not what was written")
     if portion == registry.holders.narrowest(keeper.place.rank):
-        registry.load_plain(description["plain"])
+        registry.load_plain(description["plain"], hidden=not description["mirrored"])
         keeper.log.adopt(description["records"])
+    if description["unsynced"]:
+        return ""
     # What a mirror kept was checked piece by piece.
     return str(description["digest"] or registry.shared_digests()[portion])
 

@@ -28,17 +28,13 @@ import torch
 from keepstep.errors import Permanent
 from keepstep.training.digest import byte_view, combine, digest
 from keepstep.training.exchange import Exchange
-from keepstep.training.kept import Kept, Sizes, kept_path
-from keepstep.training.raw import tensor_bytes, tensor_view
+from keepstep.training.kept import CAPSULE_STEPS, RECORD, Kept, Sizes, kept_path
+from keepstep.training.raw import bytes_tensor, tensor_bytes, tensor_view
 
-CAPSULE_STEPS = 8
-"""A capsule is about three times a record: so it adds three eighths to what a record costs. And
-the mirror's log has to hold twice so many records."""
 SMALL_BYTES = 64 * 1024
 SLICE_BYTES = 4 * 1024
-_RECORD = struct.Struct("<qqqqqq")
-"""Bytes of meta and of gradients; a capsule's boundary, its size, where the piece begins, and how
-long it is."""
+_CAPSULE = struct.Struct("<q16s")
+"""Bytes of meta, and its digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +68,44 @@ def slice_digest(tensors: Sequence[tuple[str, torch.Tensor]], step: int) -> str:
     ).hexdigest()
 
 
-def without_piece(raw: memoryview) -> memoryview:
-    """A record without the piece of a capsule that travelled with it."""
-    meta_bytes, gradient_bytes, *_ = _RECORD.unpack_from(raw, 0)
-    return raw[: _RECORD.size + meta_bytes + gradient_bytes]
-
-
 def read_record(raw: memoryview) -> Record:
-    meta_bytes, gradient_bytes, *_ = _RECORD.unpack_from(raw, 0)
-    start = _RECORD.size
-    meta = json.loads(bytes(raw[start : start + meta_bytes]))
+    meta_bytes, gradient_bytes, *_, known = RECORD.unpack_from(raw, 0)
+    start = RECORD.size
+    meta = _read_meta(raw[start : start + max(0, meta_bytes)], known, "record")
     start += meta_bytes
-    return Record(meta, raw[start : start + gradient_bytes])
+    gradients = raw[start : start + max(0, gradient_bytes)]
+    if sum(size for size in meta["sizes"] if size >= 0) != len(gradients):
+        raise Permanent("a mirror's record is not what its owner wrote: its sizes do not fit")
+    return Record(meta, gradients)
+
+
+def views_of(record: Record) -> Sequence[torch.Tensor]:
+    """The gradients' bytes, one by one, if they are what the owner wrote."""
+    sizes = [size for size in record.meta["sizes"] if size >= 0]
+    views: Sequence[torch.Tensor] = bytes_tensor(record.gradients).split(sizes)
+    if digest_many(views) != record.meta["digest"]:
+        raise Permanent("a mirror's record is not what its owner wrote")
+    return views
+
+
+def landed(piece: memoryview, known: str) -> torch.Tensor:
+    """One tensor's bytes out of a capsule, if they are what the owner wrote."""
+    tensor = bytes_tensor(piece)
+    if digest(tensor) != known:
+        raise Permanent("a mirror's capsule is not what its owner wrote")
+    return tensor
+
+
+def _sign(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def _read_meta(text: memoryview, known: bytes, what: str) -> dict[str, Any]:
+    # Before it is parsed: a settings' digit that flipped would still be good JSON.
+    if _sign(bytes(text)) != known:
+        raise Permanent(f"a mirror's {what} is not what its owner wrote: its meta differs")
+    meta: dict[str, Any] = json.loads(bytes(text))
+    return meta
 
 
 class Capsule:
@@ -97,9 +119,9 @@ class Capsule:
         text = json.dumps(
             {**meta, "sizes": [v.numel() for v in views], "digests": [digest(v) for v in views]}
         ).encode()
-        head = struct.pack("<q", len(text)) + text
+        head = _CAPSULE.pack(len(text), _sign(text)) + text
         self.raw = torch.empty(len(head) + sum(v.numel() for v in views), dtype=torch.uint8)
-        self.raw[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self.raw[: len(head)] = bytes_tensor(head)
         at = len(head)
         for view in views:
             self.raw[at : at + view.numel()].copy_(view)
@@ -119,9 +141,9 @@ class Capsule:
 
 def read_capsule(raw: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
     """A capsule's meta, and the bytes of its tensors."""
-    (length,) = struct.unpack_from("<q", raw, 0)
-    at = 8 + length
-    meta = json.loads(bytes(raw[8:at]))
+    length, known = _CAPSULE.unpack_from(raw, 0)
+    at = _CAPSULE.size + length
+    meta = _read_meta(raw[_CAPSULE.size : max(_CAPSULE.size, at)], known, "capsule")
     pieces = []
     for size in meta["sizes"]:
         pieces.append(raw[at : at + size])
@@ -170,9 +192,8 @@ class Owner:
         dtypes = [None if g is None else str(g.dtype) for g in gradients]
         known = digest_many(present)
         text = json.dumps({**meta, "sizes": sizes, "dtypes": dtypes, "digest": known}).encode()
-        head = _RECORD.pack(
-            len(text), sum(v.numel() for v in present), boundary, size, first, len(piece)
-        )
+        sent_bytes = sum(v.numel() for v in present)
+        head = RECORD.pack(len(text), sent_bytes, boundary, size, first, len(piece), _sign(text))
         return [head + text, *map(tensor_view, present), piece]
 
     def give_up(self) -> None:
@@ -192,6 +213,10 @@ class Keeping:
     def __init__(self, room: Path, rank: int) -> None:
         self.path = kept_path(room, rank)
         self.kept: Kept | None = None
+        self.newest = -1
+        """The boundary that it has to lead to; -1 if its owner left a hole."""
+        self.spoilt = ""
+        """Why what came could not be kept; empty as a rule."""
 
     def renew(self, sizes: Sizes, boundary: int, raw: memoryview) -> str:
         """Begin anew, with a whole capsule. Returns why that cannot be; empty if it is done."""
@@ -206,7 +231,7 @@ class Keeping:
         fresh.add_piece(boundary, 0, raw)
         # Not before the new one is whole: the old one may be the shard's last home.
         fresh_path.replace(self.path)
-        self.kept = Kept(self.path)
+        self.kept, self.newest = Kept(self.path), boundary
         return ""
 
     def drop(self) -> None:
@@ -223,11 +248,24 @@ class Keeping:
             return
         step, raw = exchange.take(kept.room_for)
         if not raw:
+            self.newest = -1
             return  # A step that its owner could not record: a hole, and nobody seals it.
-        meta_bytes, gradient_bytes, boundary, size, first, length = _RECORD.unpack_from(raw, 0)
-        if length:
-            at = _RECORD.size + meta_bytes + gradient_bytes
-            if first == 0:
-                kept.begin_capsule(boundary, size)
-            kept.add_piece(boundary, first, raw[at : at + length])
+        try:
+            _put(kept, raw)
+        except Permanent as error:
+            # What is written about the capsules in that file is wrong. The step goes on.
+            self.kept, self.spoilt = None, str(error)
+            return
         kept.seal(step, len(raw))
+        self.newest = step + 1
+
+
+def _put(kept: Kept, raw: memoryview) -> None:
+    """The piece of a capsule that came with a record, to its place."""
+    meta_bytes, gradient_bytes, boundary, size, first, length, _ = RECORD.unpack_from(raw, 0)
+    if not length:
+        return
+    at = RECORD.size + meta_bytes + gradient_bytes
+    if first == 0:
+        kept.begin_capsule(boundary, size)
+    kept.add_piece(boundary, first, raw[at : at + length])

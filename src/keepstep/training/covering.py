@@ -8,8 +8,8 @@ whole shard is sent once, before anybody resumes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,21 +17,13 @@ import torch
 from keepstep import portion, sabotage, wire
 from keepstep.errors import Permanent
 from keepstep.model import Endpoint, Move
-from keepstep.training import replay
-from keepstep.training.cover import (
-    CAPSULE_STEPS,
-    Capsule,
-    Keeping,
-    Owner,
-    read_record,
-    slice_digest,
-    without_piece,
-)
+from keepstep.training import patrol, replay
+from keepstep.training.cover import Capsule, Keeping, Owner, read_record, slice_digest
 from keepstep.training.exchange import Exchange
 from keepstep.training.holders import local_of
-from keepstep.training.kept import Kept, Sizes
+from keepstep.training.kept import CAPSULE_STEPS, Kept, Sizes, without_piece
 from keepstep.training.mirror import CONNECT_SECONDS_MAX, hello
-from keepstep.training.raw import bytes_tensor, tensor_view
+from keepstep.training.raw import bytes_tensor, size_bytes, tensor_view
 from keepstep.training.side import exchange_rows, receive_json, send_json
 
 if TYPE_CHECKING:
@@ -60,6 +52,9 @@ class Covering:
         """Room that the mirror has for my capsules and records; None: nothing is sent."""
         self._exchange: Exchange | None = None
         self.generation = -1
+        self._versions = -1
+        """Of what no optimizer updates, at the last record; -1: none in this generation."""
+        self._strange = False
 
     # ------------------------------------------------------------ a generation begins
 
@@ -68,7 +63,7 @@ class Covering:
         keeper = self._keeper
         place, stride = keeper.place, keeper.mirror_stride
         self.close()
-        self.generation, self._sizes = generation, None
+        self.generation, self._sizes, self._versions = generation, None, -1
         mirror = (place.rank + stride) % place.world_size
         ward = (place.rank - stride) % place.world_size
         if self._ward is not None and self._ward.rank != ward:
@@ -80,10 +75,9 @@ class Covering:
         exchange = self._exchange = Exchange(place.address, said, expected)
         rows = exchange_rows(keeper.groups, self._row(exchange, boundary))
         exchange.connect(Endpoint(*rows[mirror]["at"]), CONNECT_SECONDS_MAX)
-        handed = self._hand_over(boundary, rows[mirror], rows[place.rank])
+        self._hand_over(boundary, rows[mirror], rows[place.rank])
         self._take_over(boundary, ward, rows[ward], rows[place.rank])
         exchange.flush()
-        del handed  # Not before it has left.
 
     def _row(self, exchange: Exchange, boundary: int) -> dict[str, Any]:
         """What the others have to know of me: as an owner, and as a mirror."""
@@ -95,21 +89,21 @@ class Covering:
             "at": [at.host, at.port],
             # Who is not verified at the boundary has nothing to hand over; nobody resumes then.
             "whole": keeper.has_state and keeper.boundary.step == boundary,
-            "need": [need.capsule_bytes, need.record_bytes, need.slots] if need else None,
+            "need": list(astuple(need)) if need else None,
             "reach": kept.reach() if kept is not None else None,
-            "room": [kept.sizes.capsule_bytes, kept.sizes.record_bytes] if kept else None,
+            "room": list(astuple(kept.sizes)) if kept else None,
         }
 
     def _need(self) -> Sizes | None:
         """Room for what this rank alone holds; None if it holds nothing alone."""
         tensors, parameters = self._tensors(), self._parameters()
         registry = self._keeper.registry
-        if not tensors or len(registry.optimizers) > 1:
+        if self._mine not in registry.portions() or len(registry.optimizers) > 1:
             return None
         of_optimizer = tuple(f"{name}." for name in registry.optimizers)
-        plain = sum(_size(t) for n, t in tensors if not n.startswith(of_optimizer))
-        made = sum(_size(t) for n, t in tensors if n.startswith(of_optimizer))
-        gradients = sum(_size(local_of(parameter)) for _, parameter in parameters)
+        plain = sum(size_bytes(t) for n, t in tensors if not n.startswith(of_optimizer))
+        made = sum(size_bytes(t) for n, t in tensors if n.startswith(of_optimizer))
+        gradients = sum(size_bytes(local_of(parameter)) for _, parameter in parameters)
         # Moments may be made later, with a parameter's first gradient: two each, and a counter.
         coming = 2 * gradients + COUNTER_BYTES * len(parameters)
         described = META_BYTES + DESCRIBED_BYTES * (len(tensors) + 3 * len(parameters))
@@ -117,21 +111,17 @@ class Covering:
         record = gradients + described + capsule // CAPSULE_STEPS + 1
         return Sizes(capsule, record, LOG_SLOTS)
 
-    def _hand_over(
-        self, boundary: int, theirs: dict[str, Any], mine: dict[str, Any]
-    ) -> Capsule | None:
-        """My shard to my mirror, unless it has what it needs. Returns what must not be freed."""
+    def _hand_over(self, boundary: int, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+        """My shard to my mirror, unless it has what it needs."""
         assert self._exchange is not None, "opened above"
         if mine["need"] is None or not mine["whole"]:
-            return None
+            return
         self._sizes = Sizes(*mine["need"])
         if _goes_on(boundary, theirs, mine):
             self._owner.covered(theirs["reach"][0])
-            return None
-        capsule = self._capsule(boundary)
-        self._exchange.send(boundary, tensor_view(capsule.raw))
+            return
+        self._exchange.send(boundary, tensor_view(self._capsule(boundary).raw))
         self._owner.covered(boundary)
-        return capsule
 
     def _take_over(
         self, boundary: int, ward: int, theirs: dict[str, Any], mine: dict[str, Any]
@@ -179,6 +169,8 @@ class Covering:
 
     def _record(self, room: Sizes, step: int, *, updates: bool) -> list[bytes | memoryview]:
         registry, tensors = self._keeper.registry, self._tensors()
+        if self._strange_moves():
+            return []
         gradients = [
             local_of(parameter.grad) if updates and parameter.grad is not None else None
             for _, parameter in self._parameters()
@@ -189,10 +181,11 @@ class Covering:
             "settings": registry.settings() if updates else None,
         }
         capsule = None
-        size = sum(_size(tensor) for _, tensor in tensors)
-        if self._owner.capsule_due(step) and size < room.capsule_bytes:
-            capsule = self._capsule(step)
-            if capsule.size > room.capsule_bytes:
+        if self._owner.capsule_due(step):
+            # Counted before it is copied: what does not fit would be copied anew at each step.
+            size = sum(size_bytes(tensor) for _, tensor in tensors)
+            capsule = self._capsule(step) if size < room.capsule_bytes else None
+            if capsule is not None and capsule.size > room.capsule_bytes:
                 capsule = None
         parts = self._owner.record(step, meta, gradients, capsule)
         if sum(map(len, parts)) > room.record_bytes:
@@ -200,6 +193,33 @@ class Covering:
             parts = self._owner.record(step, meta, gradients)
         # A hole in the log is better than no step: the mirror then says that it covers no more.
         return parts if sum(map(len, parts)) <= room.record_bytes else []
+
+    def spoilt(self, step: int, *, look: bool) -> tuple[str, str]:
+        """A portion whose cover here is wrong, and how; empty: none. It is kept no longer then.
+
+        Not `look`: only what was stumbled over.
+        """
+        ward = self._ward
+        found = ""
+        if ward is not None:
+            found = patrol.spoilt(ward.keeping, step) if look else ward.keeping.spoilt
+        if ward is None or not found:
+            return "", ""
+        # Its row in the next generation says that it has nothing: so its owner sends all.
+        ward.keeping.kept, ward.keeping.spoilt = None, ""
+        return portion.name_of([ward.rank]), f"cover of rank {ward.rank}: {found}"
+
+    def _strange_moves(self) -> bool:
+        """Does something other than the optimizers change what this rank alone holds?
+
+        Gradients would not lead to it: better no cover than a stale one. Averaged weights, say.
+        """
+        now = sum(tensor._version for tensor in self._keeper.registry.resting(self._mine))
+        before, self._versions = self._versions, now
+        if before not in (-1, now):
+            self._strange = True
+            self._keeper.uncovered.lonely_moves()
+        return self._strange
 
     def voted(self) -> None:
         """The mirror has this step's record: it would not have voted without it."""
@@ -215,7 +235,7 @@ class Covering:
         return portion.name_of([self._keeper.place.rank])
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return self._keeper.registry.shared(self._mine)
+        return self._keeper.registry.kept(self._mine)
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         return self._keeper.registry.optimized(self._mine)
@@ -224,13 +244,15 @@ class Covering:
 
     def reach(self) -> tuple[wire.Cover, ...]:
         """What this rank can rebuild of others."""
-        found = []
+        return tuple(wire.Cover(name, *reach) for name, _, reach in self._kept())
+
+    def _kept(self) -> Iterator[tuple[str, Kept, tuple[int, int]]]:
+        """Per portion that is kept here: what is kept, and how far it leads."""
         for ward in (self._ward, self._former):
             kept = ward.keeping.kept if ward is not None else None
             reach = kept.reach() if kept is not None else None
-            if ward is not None and reach is not None:
-                found.append(wire.Cover(ward.portion, *reach))
-        return tuple(found)
+            if ward is not None and kept is not None and reach is not None:
+                yield portion.name_of([ward.rank]), kept, reach
 
     def send(self, move: Move, boundary: int, header: dict[str, Any]) -> None:
         """Capsule and records to the rank that takes the seat."""
@@ -242,12 +264,8 @@ class Covering:
 
     def pieces(self, name: str, boundary: int) -> list[memoryview]:
         """What leads to the boundary: the capsule, then the records of the steps since."""
-        for ward in (self._ward, self._former):
-            kept = ward.keeping.kept if ward is not None else None
-            reach = kept.reach() if kept is not None else None
-            if ward is None or kept is None or reach is None or ward.portion != name:
-                continue
-            if reach[0] <= boundary <= reach[1]:
+        for of, kept, reach in self._kept():
+            if of == name and reach[0] <= boundary <= reach[1]:
                 first, raw = kept.capsule()
                 return [raw, *(_recorded(kept, step) for step in range(first, boundary))]
         raise Permanent(f"no cover of portion {name} at {boundary} is kept here")
@@ -257,14 +275,6 @@ class Covering:
 class _Ward:
     rank: int
     keeping: Keeping
-
-    @property
-    def portion(self) -> str:
-        return portion.name_of([self.rank])
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def rebuild(keeper: Keeper, move: Move) -> dict[str, Any]:
@@ -287,7 +297,7 @@ def make_again(keeper: Keeper, name: str, pieces: Iterable[memoryview]) -> None:
 
     def conform(layout: Any) -> list[torch.Tensor]:
         registry.conform([(n, d, s, c) for n, d, s, c in layout], name)
-        return [tensor for _, tensor in registry.shared(name)]
+        return [tensor for _, tensor in registry.kept(name)]
 
     # The optimizers step over all that has a gradient: a rehearsal may have left some.
     registry.drop_gradients()
@@ -297,7 +307,7 @@ def make_again(keeper: Keeper, name: str, pieces: Iterable[memoryview]) -> None:
         keeper.reach("replay")
         record = read_record(raw)
         step = int(record.meta["step"])
-        if slice_digest(registry.shared(name), step) != record.meta["slice"]:
+        if slice_digest(registry.kept(name), step) != record.meta["slice"]:
             raise Permanent(f"what was made again is not what its owner had before step {step}")
         if record.meta["settings"] is None:
             continue  # A step without an update: the loss scaler skipped it.
@@ -313,7 +323,7 @@ def _goes_on(boundary: int, mirror: dict[str, Any], owner: dict[str, Any]) -> bo
         return False
     # With room in the log for a whole new capsule, should there be another fault.
     recent = reach[0] <= boundary <= min(reach[1], reach[0] + CAPSULE_STEPS)
-    return bool(recent and room == need[:2])
+    return bool(recent and room == need)
 
 
 def _recorded(kept: Kept, step: int) -> memoryview:
@@ -325,11 +335,11 @@ def _recorded(kept: Kept, step: int) -> memoryview:
 
 def _send_bytes(side: Any, raw: memoryview, target: int) -> None:
     for start in range(0, len(raw), CHUNK_BYTES):
-        side.send([bytes_tensor(bytes(raw[start : start + CHUNK_BYTES]))], target, _TAG).wait()
+        side.send([bytes_tensor(raw[start : start + CHUNK_BYTES])], target, _TAG).wait()
 
 
 def _receive_bytes(side: Any, source: int, size: int) -> memoryview:
     whole = torch.empty(size, dtype=torch.uint8)
     for piece in whole.split(CHUNK_BYTES):
         side.recv([piece], source, _TAG).wait()
-    return memoryview(bytearray(tensor_view(whole)))
+    return tensor_view(whole)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch.distributed as dist
 
 from keepstep import failpoint, wire
 from keepstep.errors import Transient
@@ -21,6 +22,7 @@ from keepstep.model import Endpoint, Generation, NodeId, Phase, Rank
 from keepstep.page import Mark, Page, page_path
 from keepstep.training import checkpoint, recovery, vote
 from keepstep.training.boundary import Boundary
+from keepstep.training.busy import Busy
 from keepstep.training.covering import Covering
 from keepstep.training.finding import Finding, Foresight
 from keepstep.training.groups import Groups, GroupsBroken
@@ -31,10 +33,11 @@ from keepstep.training.link import Link
 from keepstep.training.loader import Cursor
 from keepstep.training.movement import SliceDigest, agree_on_holders
 from keepstep.training.pointed_store import connect
-from keepstep.training.private import EntryWriter
-from keepstep.training.registry import Registry, find_private
+from keepstep.training.recorder import Recorder
+from keepstep.training.registry import Registry
 from keepstep.training.reset import settles_at
 from keepstep.training.rot import Rest
+from keepstep.training.saves import Saves
 from keepstep.training.seat import Place
 from keepstep.training.side import exchange_rows, side_barrier
 from keepstep.training.steplog import StepLog, StepRecord
@@ -85,23 +88,24 @@ class Keeper:
         """Some state is not held by all ranks: everybody votes before an update (vote.py)."""
         self.applies_in = -1
         """In this generation this rank was told to make the update that others have made."""
-        self._recorded = -1
-        """The boundary whose entry this attempt has recorded."""
+        self.flying: list[dist.Work] = []
+        """What a sync of parameters has launched and not yet waited for (halfway.py)."""
+        self.recorder = Recorder(self)
         self.uncovered = Uncovered()
+        self.saves = Saves(self)
         self._link = Link(place.socket, self._hello, self._on_message)
         self.inbox = Inbox(self._interrupt, self._link.send)
         self.inbox.expect(self.generation)
-        self.inbox.busy = self._busy_report
+        self.busy = Busy(self)
+        self.inbox.busy = self.busy.report
         self.inbox.where = self._where
         self.inbox.passed = self._passed
         self.inbox.prepare = self.prepare
         self.leaves_in = -1
         """In this generation another worker has our rank; we wait, in case it fails."""
         self._finishing = False
-        self._busy_until: tuple[str, float] | None = None
         self._slices = SliceDigest()
         self.rest = Rest(place.check_steps)
-        self._writer = EntryWriter()
         self._open_memory()
         self._link.start()
 
@@ -121,14 +125,9 @@ class Keeper:
 
     def _hello(self) -> wire.WorkerHello:
         place = self.place
+        rank, generation = Rank(place.rank), Generation(self.generation)
         return wire.WorkerHello(
-            place.job,
-            place.slot,
-            os.getpid(),
-            Rank(place.rank),
-            place.incarnation,
-            Generation(self.generation),
-            place.level,
+            place.job, place.slot, os.getpid(), rank, place.incarnation, generation, place.level
         )
 
     def _on_message(self, message: wire.Message) -> None:
@@ -166,11 +165,10 @@ class Keeper:
         self.know_holders()
         if self.saved is not None:
             recovery.load_checkpoint(self, self.saved)
+            self._listen()
         # Until the first comparison every buffer may be private.
         self.registry.private |= {name for name, _ in self.registry.buffers()}
-        step = self.boundary.step
-        entry = self._writer.entry(step, cursor.position(), self._private())
-        self.open_mirror(step, entry, self.generation)
+        self.open_mirror(self.boundary.step, self.recorder.entry(), self.generation)
         side_barrier(self.groups)
         self.page.count_launches_from_here()
         self.page.set_committed(self.boundary.step - 1)
@@ -185,14 +183,18 @@ class Keeper:
         """Who holds what is settled, here or by those who gave this rank its state."""
         holders = self.registry.holders
         self.sharded = holders.parted
-        # In a sharded job what a step leaves is recorded before its vote, not before its first
-        # gradient collective: FSDP2 gathers parameters in every backward pass of the step.
-        self.groups.on_backward(None if self.sharded else self._before_gradients)
+        self._listen()
         lonely = holders.lonely()
         if lonely and self.mirror_stride % self.place.world_size == 0 and self.place.rank == 0:
             self.uncovered.lonely(lonely)
         if lonely and len(self.registry.optimizers) > 1:
             self.uncovered.several_optimizers()
+
+    def _listen(self) -> None:
+        # In a sharded job what a step leaves is recorded before its vote, not before its first
+        # gradient collective: FSDP2 gathers parameters in every backward pass of the step.
+        late = self.sharded or self.recorder.late
+        self.groups.on_backward(None if late else self._before_gradients)
 
     @property
     def starts_at_the_top(self) -> bool:
@@ -201,12 +203,15 @@ class Keeper:
 
     def begin(self) -> int:
         """Enter a step; joins a migration first if one waits."""
+        self.uncovered.idle_until()
+        self.saves.watch()
         self.follow_orders()
+        self.saves.publish_complete()
         while self.rest.is_corrupt(self):
             self.recover()
         if self.boundary.step in _COMPARE_AT:
             self._compare()
-        self._recorded = -1
+        self.recorder.begin()
         self.groups.reset_backward()
         self.groups.before_nth(self.expected_collectives, self.homes.settle)
         self.boundary.begin()
@@ -218,20 +223,24 @@ class Keeper:
         while self.inbox.due(self._here):
             self.recover()
 
-    def _before_gradients(self) -> None:
+    def _before_gradients(self, *, early: bool = True) -> None:
         """The forward pass is through: the coming boundary's private state is known now."""
         if not self.boundary.in_attempt or self.cursor is None:
             return
         if self.unsettled and self.boundary.step >= self._settles_at:
             self.unsettled = False
         assert self.cursor.has_batches, "a step has batches, and its entry says which come next"
-        position = self.cursor.position_after()
-        self._record(self._writer.entry(self.boundary.step + 1, position, self._private()))
+        self.recorder.record(early=early)
         self.uncovered.forward_done(self.boundary.step)
 
-    def _record(self, payload: bytes) -> None:
-        self._recorded = self.boundary.step + 1
-        self.homes.put(self._recorded, payload)
+    def _after_backward(self) -> None:
+        """Is what was recorded before the gradients still so?"""
+        if self.recorder.compare():
+            step = self.boundary.step
+            told = next((at for at in _COMPARE_AT if at > step), sys.maxsize)
+            if told > step + 1:
+                self.uncovered.late_change(step, told)
+            self.uncovered.forward_done(step)
 
     def grads_ready(self, *, updates: bool = True) -> None:
         """All gradients are in: the previous step is committed, and this one may be applied.
@@ -241,10 +250,13 @@ class Keeper:
         if self.boundary.updating:
             return
         launched = self.groups.launched_in_backward
-        unseen = self._recorded != self.boundary.step + 1
+        unseen = self.recorder.missing
         if unseen:
-            # Gradients were reduced by hand, outside any backward pass: record it now.
-            self._before_gradients()
+            # Gradients were reduced by hand, outside any backward pass, or a backward pass changes
+            # what is to be recorded: record it now.
+            self._before_gradients(early=False)
+        else:
+            self._after_backward()
         late = self.homes.finish()
         if self.sharded:
             vote.cast(self, updates=updates)
@@ -255,29 +267,43 @@ class Keeper:
         if launched:
             self.expected_collectives = launched
         self.boundary.grads_ready()
+        self.uncovered.update_begins(self.launched())
         self.page.mark(Mark.GRADS_READY, self.boundary.step)
         self._commit(self.boundary.step - 1)
 
     def applied(self) -> None:
         """The attempt is through on this rank."""
         step = self.boundary.step
-        self.uncovered.attempt_done(self.groups.launched, updated=self.boundary.updated)
-        samples = self._sample_range()
+        self.uncovered.attempt_done(
+            self.launched(), updated=self.boundary.updated, versions=self.registry.versions()
+        )
+        if self.cursor is not None and self.cursor.watched.drawn:
+            self.uncovered.workers_draw()
+        self.step_through(step)
         step_ns = self.boundary.applied()
         self.page.set_step_ns(step_ns)
-        digest = self._slices.next(self.registry, step)
-        self.log.remember(StepRecord(step, self.generation, samples, digest))
-        assert self.cursor is not None, "a step has a cursor"
-        self.cursor.advance()
+        unsynced = self.boundary.unsynced
+        if unsynced and self.uncovered.tail_moves:
+            # By parameters that were not in yet: it may be the first time that it did.
+            self.boundary.torn = True
         self.page.mark(Mark.APPLIED, step)
-        if self.rest.every == 1:
+        if self.rest.every == 1 and not unsynced:
             self.rest.remember(self.registry)
-        if self.applies_in >= 0:
+        self.uncovered.idle_from(step)
+        if self.applies_in >= 0 or unsynced:
             self.recover()
         elif self.resumed_report_due:
             self.resumed_report_due = False
             self._report_resumed(step, step_ns / 1e9)
             self.groups.drop_retired()
+
+    def step_through(self, step: int) -> None:
+        """This step is in here: the log remembers it, and the data moves on."""
+        assert self.cursor is not None, "a step has a cursor"
+        digest = "" if self.boundary.unsynced else self.slice_digest(step)
+        samples = self.cursor.sample_range(self.place.world_size)
+        self.log.remember(StepRecord(step, self.generation, samples, digest))
+        self.cursor.advance()
 
     def _report_resumed(self, step: int, pace: float) -> None:
         seat = wire.SeatReport(
@@ -285,21 +311,23 @@ class Keeper:
             boundary=step + 1,
             state_bytes=self.registry.state_bytes(),
             portions=self.registry.portions(),
-            covers=self.covering.reach() if self.covering is not None else (),
+            covers=self.covers,
             step=step,
             step_seconds=pace,
         )
         self.report("Resume", Phase.RESUME, seat)
 
+    def slice_digest(self, step: int) -> str:
+        return self._slices.next(self.registry, step)
+
     def update_done(self) -> None:
         """The optimizers are through; only the tail of the attempt is left."""
         self.boundary.update_done()
-        self.uncovered.update_done(self.groups.launched)
+        self.uncovered.update_done(self.launched(), self.registry.versions())
 
-    def _sample_range(self) -> tuple[int, int]:
-        assert self.cursor is not None, "a step has a cursor"
-        world = self.place.world_size
-        return self.cursor.samples * world, self.cursor.position_after()["samples"] * world
+    def launched(self) -> tuple[int, int] | None:
+        """Collectives so far, and saves' among them; None while a save's thread launches some."""
+        return None if self.saves.running else (self.groups.launched, self.saves.collectives)
 
     def _commit(self, step: int) -> None:
         # An unsettled run starts anew after a fault: its steps are not for anybody to see yet.
@@ -334,9 +362,6 @@ class Keeper:
 
     # ------------------------------------------------------------ private state
 
-    def _private(self) -> list[tuple[str, Any]]:
-        return self.registry.private_tensors()
-
     def tear(self) -> None:
         """State is about to land over what this rank holds: it is no source until verified."""
         self.boundary.torn = True
@@ -355,6 +380,11 @@ class Keeper:
         if self.covering is not None:
             self.covering.open(boundary, generation)
 
+    @property
+    def covers(self) -> tuple[wire.Cover, ...]:
+        """What this rank can rebuild of others."""
+        return self.covering.reach() if self.covering is not None else ()
+
     def adopt_header(self, header: Mapping[str, Any]) -> None:
         """What a source tells before it sends."""
         if not self.has_state:
@@ -362,32 +392,29 @@ class Keeper:
             self.registry.holders = Holders.from_plain(header["holders"])
         self.registry.private = set(header["private"])
         self.registry.set_syncs(header["syncs"])
+        self.recorder.late = bool(header["late"])
 
     def arrive(self, boundary: int, payload: bytes) -> None:
         """What was received is verified: this rank is whole, and a source, from here on."""
         self.boundary.arrive(boundary)
         self.has_state = True
+        self.log.amend(self.slice_digest)
         self.homes.arrived(boundary, payload)
 
     def _compare(self) -> None:
         """Find tensors that replicas do not share. A world collective, so all ranks come here."""
-        rows = exchange_rows(self.groups, self.registry.digests())
-        named = [[(str(n), str(d)) for n, d in row] for row in rows]
-        found = find_private(named, self.registry.holders)
-        if self.rest.every > 1 and self.boundary.step > _COMPARE_AT[1]:
-            # What was alike in the first steps and is not any more is corrupt, not private.
-            found -= {name for name, _ in self.registry.fixed()}
-        if self.boundary.step == _COMPARE_AT[0]:
-            # Of a buffer with one holder no comparison says whether it is private: it stays so.
-            buffers = {n for n, _ in self.registry.buffers() if not self.registry.is_lonely(n)}
-            self.registry.private -= buffers - found
-        fresh = found - self.registry.private
-        self.registry.private |= found
-        assert self.cursor is not None, "a step has a cursor"
-        if fresh or self.boundary.step == _COMPARE_AT[0]:
-            step = self.boundary.step
-            entry = self._writer.entry(step, self.cursor.position(), self._private())
-            self.open_mirror(step, entry, self.generation)
+        rows = exchange_rows(self.groups, [*self.recorder.wishes(), self.registry.digests()])
+        # This boundary's own entry may be an early one, too.
+        newly = self.recorder.agree(rows)
+        if newly:
+            self._listen()
+        step = self.boundary.step
+        first = step == _COMPARE_AT[0]
+        # What was alike in the first steps and is not any more is corrupt, not private.
+        settled = self.rest.every > 1 and step > _COMPARE_AT[1]
+        found = self.registry.compared([row[-1] for row in rows], first=first, settled=settled)
+        if found or first or newly:
+            self.open_mirror(step, self.recorder.entry(), self.generation)
             side_barrier(self.groups)
 
     # ------------------------------------------------------------ faults
@@ -414,6 +441,7 @@ class Keeper:
 
     def recover(self) -> None:
         """Follow a migration's orders until training may go on."""
+        self.uncovered.idle_until()
         self.page.mark(Mark.RECOVERING, self.boundary.step)
         if self.applies_in >= 0:
             vote.report_applied(self)
@@ -430,7 +458,9 @@ class Keeper:
                     text = f"while recovering: {str(error).strip()[:300]}"
                     self.report_broken(int(order.generation), text)
 
-    def report_broken(self, generation: int, text: str, *, corrupt: bool = False) -> None:
+    def report_broken(
+        self, generation: int, text: str, *, corrupt: bool = False, cover: str = ""
+    ) -> None:
         """Only about the generation that broke: the next one knows nothing of it."""
         place = self.place
         self._link.send(
@@ -442,6 +472,7 @@ class Keeper:
                 self.boundary.step,
                 text,
                 corrupt,
+                cover,
             )
         )
 
@@ -497,25 +528,7 @@ class Keeper:
         number = Generation(self.inbox.generation if generation is None else generation)
         self.inbox.report(kind, wire.WorkerReport(self.place.job, number, phase, seat))
 
-    # ------------------------------------------------------------ busy, publishing
-
-    def busy(self, name: str, seconds_max: float) -> None:
-        self._busy_until = (name, time.monotonic() + seconds_max)
-        self.page.set_busy(name, time.monotonic_ns() + int(seconds_max * 1e9))
-
-    def not_busy(self) -> None:
-        self._busy_until = None
-        self.page.set_busy("", 0)
-
-    def _busy_report(self) -> wire.WorkerReport | None:
-        until = self._busy_until
-        if until is None:
-            return None
-        seconds = max(0.0, until[1] - time.monotonic())
-        seat = wire.SeatReport(Rank(self.place.rank), busy_seconds=seconds + 1.0)
-        return wire.WorkerReport(
-            self.place.job, Generation(self.inbox.generation), Phase.QUIESCE, seat
-        )
+    # ------------------------------------------------------------ publishing
 
     def publish(self, step: int, path: str, seconds_max: float = 30.0) -> tuple[bool, str]:
         """Ask for a checkpoint to become the newest; an older generation is refused."""

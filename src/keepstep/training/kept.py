@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from keepstep.errors import Permanent
@@ -28,6 +28,12 @@ _CAPSULE = struct.Struct("<qqq")
 _SLOT = struct.Struct("<qq")
 """Its step and its bytes."""
 CAPSULES = 2
+RECORD = struct.Struct("<qqqqqq16s")
+"""What a record begins with. Bytes of meta and of gradients; a capsule's boundary, its size, where
+the piece begins, and how long it is; the digest of the meta, which holds that of the gradients."""
+CAPSULE_STEPS = 8
+"""A capsule is about three times a record: so it adds three eighths to what a record costs. And
+the mirror's log has to hold twice so many records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,12 @@ class Sizes:
     def total(self) -> int:
         capsules = CAPSULES * (_CAPSULE.size + self.capsule_bytes)
         return _HEADER.size + capsules + self.slots * (_SLOT.size + self.record_bytes)
+
+
+def without_piece(raw: memoryview) -> memoryview:
+    """A record without the piece of a capsule that travelled with it."""
+    meta_bytes, gradient_bytes, *_ = RECORD.unpack_from(raw, 0)
+    return raw[: RECORD.size + meta_bytes + gradient_bytes]
 
 
 def kept_path(room: Path, rank: int) -> Path:
@@ -63,12 +75,13 @@ class Kept:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
         if sizes is not None:
+            self.sizes = sizes
             for index in range(CAPSULES):
-                self._set_capsule(sizes, index, (-1, 0, 0))
-            for slot in range(sizes.slots):
-                _SLOT.pack_into(self._memory, self._slot_at(sizes, slot), -1, 0)
+                self._set_capsule(index, (-1, 0, 0))
+            for step in range(sizes.slots):
+                _SLOT.pack_into(self._memory, self._slot_at(step), -1, 0)
             # Last, so that a file cut short by a death is none.
-            _HEADER.pack_into(self._memory, 0, _MAGIC, *_fields(sizes))
+            _HEADER.pack_into(self._memory, 0, _MAGIC, *astuple(sizes))
         if len(self._memory) < _HEADER.size:
             raise Permanent(f"{path} is no cover")
         magic, *fields = _HEADER.unpack_from(self._memory, 0)
@@ -82,11 +95,10 @@ class Kept:
         """The older of the two makes room. The other one stays what it is."""
         if size > self.sizes.capsule_bytes:
             raise Permanent(f"a capsule of {size} bytes does not fit {self.path}")
-        boundaries = [self._capsule(index)[0] for index in range(CAPSULES)]
         whole = self._newest_whole()
         # Never the one that is whole: until this one is, it is all there is.
-        index = next(i for i in range(CAPSULES) if i != whole or boundaries[i] < 0)
-        self._set_capsule(self.sizes, index, (boundary, size, 0))
+        index = next(i for i in range(CAPSULES) if i != whole)
+        self._set_capsule(index, (boundary, size, 0))
 
     def add_piece(self, boundary: int, offset: int, piece: memoryview) -> None:
         """The next bytes of a capsule that was begun; one that does not fit on is dropped."""
@@ -94,21 +106,21 @@ class Kept:
         _, size, here = self._capsule(index)
         if offset != here or offset + len(piece) > size:
             raise Permanent(f"a piece of capsule {boundary} at {offset}, with {here} bytes here")
-        start = self._capsule_at(self.sizes, index) + _CAPSULE.size + offset
+        start = self._capsule_at(index) + _CAPSULE.size + offset
         self._memory[start : start + len(piece)] = piece
-        self._set_capsule(self.sizes, index, (boundary, size, here + len(piece)))
+        self._set_capsule(index, (boundary, size, here + len(piece)))
 
     def room_for(self, step: int, size: int) -> memoryview:
         """Where the record of this step goes; it counts once it is sealed."""
         if size > self.sizes.record_bytes:
             raise Permanent(f"a record of {size} bytes does not fit {self.path}")
-        at = self._slot_at(self.sizes, step % self.sizes.slots)
+        at = self._slot_at(step)
         _SLOT.pack_into(self._memory, at, -1, size)
         start = at + _SLOT.size
         return memoryview(self._memory)[start : start + size]
 
     def seal(self, step: int, size: int) -> None:
-        at = self._slot_at(self.sizes, step % self.sizes.slots)
+        at = self._slot_at(step)
         _SLOT.pack_into(self._memory, at, step, size)
 
     # ------------------------------------------------------------ reading
@@ -129,11 +141,18 @@ class Kept:
         if index is None:
             raise Permanent(f"{self.path} holds no whole capsule")
         boundary, size, _ = self._capsule(index)
-        start = self._capsule_at(self.sizes, index) + _CAPSULE.size
+        start = self._capsule_at(index) + _CAPSULE.size
         return boundary, memoryview(self._memory)[start : start + size]
 
+    def newest(self) -> tuple[int, memoryview]:
+        """The capsule of the newest boundary, as far as it is here: whole, or still growing."""
+        index = max(range(CAPSULES), key=lambda each: self._capsule(each)[0])
+        boundary, _, here = self._capsule(index)
+        start = self._capsule_at(index) + _CAPSULE.size
+        return boundary, memoryview(self._memory)[start : start + here]
+
     def record(self, step: int) -> memoryview | None:
-        at = self._slot_at(self.sizes, step % self.sizes.slots)
+        at = self._slot_at(step)
         found, size = _SLOT.unpack_from(self._memory, at)
         if found != step or not 0 <= size <= self.sizes.record_bytes:
             return None
@@ -157,19 +176,14 @@ class Kept:
         raise Permanent(f"capsule {boundary} was not begun")
 
     def _capsule(self, index: int) -> Sequence[int]:
-        return _CAPSULE.unpack_from(self._memory, self._capsule_at(self.sizes, index))
+        return _CAPSULE.unpack_from(self._memory, self._capsule_at(index))
 
-    def _set_capsule(self, sizes: Sizes, index: int, fields: tuple[int, int, int]) -> None:
-        _CAPSULE.pack_into(self._memory, self._capsule_at(sizes, index), *fields)
+    def _set_capsule(self, index: int, fields: tuple[int, int, int]) -> None:
+        _CAPSULE.pack_into(self._memory, self._capsule_at(index), *fields)
 
-    @staticmethod
-    def _capsule_at(sizes: Sizes, index: int) -> int:
-        return _HEADER.size + index * (_CAPSULE.size + sizes.capsule_bytes)
+    def _capsule_at(self, index: int) -> int:
+        return _HEADER.size + index * (_CAPSULE.size + self.sizes.capsule_bytes)
 
-    @classmethod
-    def _slot_at(cls, sizes: Sizes, slot: int) -> int:
-        return cls._capsule_at(sizes, CAPSULES) + slot * (_SLOT.size + sizes.record_bytes)
-
-
-def _fields(sizes: Sizes) -> tuple[int, int, int]:
-    return sizes.capsule_bytes, sizes.record_bytes, sizes.slots
+    def _slot_at(self, step: int) -> int:
+        slot = step % self.sizes.slots
+        return self._capsule_at(CAPSULES) + slot * (_SLOT.size + self.sizes.record_bytes)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.errors import ConfigError
 from keepstep.page import RING_SLOTS
+from keepstep.training.seeded import Watched, tell_pass
 
 
 class Cursor:
@@ -35,6 +36,7 @@ class Cursor:
         """Samples consumed by this rank in all passes."""
         self.warm: WarmLoader | None = None
         """Loader workers that a standby started ahead of time, for the first pass it enters."""
+        self.watched = Watched()
         self._foreseen: _Foreseen | None = None
         self._iterator: Iterator[Any] | None = None
         self._current: list[Any] | None = None
@@ -67,6 +69,10 @@ class Cursor:
 
     def position(self) -> dict[str, int]:
         return {"pass": self.pass_number, "index": self.index, "samples": self.samples}
+
+    def sample_range(self, world: int) -> tuple[int, int]:
+        """Of the present step, in the job's global order: [first, past the last)."""
+        return self.samples * world, self.position_after()["samples"] * world
 
     def position_after(self) -> dict[str, int]:
         """Where the cursor stands once the current step is in."""
@@ -134,9 +140,11 @@ class Cursor:
         for sampler in _samplers(self.loader):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.pass_number)
+        tell_pass(self.loader, self.pass_number)
         foreseen, self._foreseen = self._foreseen, None
         if not skip:
-            return iter(self.loader)
+            with self.watched.starting(self.loader):
+                return iter(self.loader)
         if foreseen is not None and not foreseen.serves(self.pass_number, skip):
             foreseen = None
         # A loader draws its workers' seed from the global generator when it is opened. That draw

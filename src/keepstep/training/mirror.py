@@ -26,7 +26,7 @@ from keepstep.errors import WireError
 from keepstep.model import Endpoint, JobId, Rank
 from keepstep.page import Ring, find_entry, mirror_path
 from keepstep.training.exchange import Exchange
-from keepstep.training.raw import tensor_bytes
+from keepstep.training.raw import bytes_tensor, tensor_bytes
 from keepstep.training.seat import Place
 
 _TAG = 11
@@ -120,7 +120,7 @@ def hello(secret: str, generation: int, sender: int, receiver: int, what: str) -
 
 def _endpoint_tensor(endpoint: Endpoint) -> torch.Tensor:
     raw = f"{endpoint.host} {endpoint.port}".encode().ljust(_ENDPOINT_BYTES)
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return bytes_tensor(raw)
 
 
 def _endpoint_of(told: torch.Tensor) -> Endpoint:

@@ -26,7 +26,7 @@ from keepstep.training import covering, transport
 from keepstep.training.digest import digest
 from keepstep.training.groups import Groups, GroupsBroken, decode_log, encode_log, merge_logs
 from keepstep.training.holders import Holders, View, agree
-from keepstep.training.raw import tensor_bytes
+from keepstep.training.raw import size_bytes, tensor_bytes
 from keepstep.training.registry import Registry
 from keepstep.training.side import exchange_rows, receive_json, send_json
 
@@ -98,6 +98,7 @@ def _header(keeper: Keeper) -> dict[str, Any]:
         "holders": registry.holders.to_plain(),
         "private": sorted(registry.private),
         "syncs": registry.syncs(),
+        "late": keeper.recorder.late,
         "plain": registry.plain(),
         "records": keeper.log.records(),
         "committed": keeper.committed,
@@ -111,12 +112,12 @@ def _rebuild(keeper: Keeper, move: Move) -> dict[str, str]:
     shared = keeper.registry.shared(move.portion)
     tensors = [tensor for _, tensor in shared]
     digests = [digest(tensor) for tensor in tensors]
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    moved_bytes, seconds = keeper.moved
-    keeper.moved = (moved_bytes + size, seconds + time.monotonic() - began)
+    _account(keeper, tensors, began)
     landed = _Landed(move, [name for name, _ in shared], tensors, tensors, digests, header)
     _put(keeper, landed)
-    return landed.received
+    # What was made again on the way counts as it is now, also where others hold it too.
+    beside = {name: digest(tensor) for name, tensor in keeper.registry.companions(move.portion)}
+    return landed.received | beside
 
 
 def _send(keeper: Keeper, move: Move, boundary: int) -> None:
@@ -143,13 +144,18 @@ def _receive(keeper: Keeper, move: Move) -> _Landed:
         keeper.tear()
     began = time.monotonic()
     landing, digests = transport.land(side, tensors, move, move.staged)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    moved_bytes, seconds = keeper.moved
-    keeper.moved = (moved_bytes + size, seconds + time.monotonic() - began)
+    _account(keeper, tensors, began)
     landed = _Landed(move, [name for name, _ in shared], tensors, landing, digests, header)
     if not move.staged:
         _put(keeper, landed)
     return landed
+
+
+def _account(keeper: Keeper, tensors: list[torch.Tensor], began: float) -> None:
+    """One portion more that this rank received."""
+    moved_bytes, seconds = keeper.moved
+    size = sum(size_bytes(tensor) for tensor in tensors)
+    keeper.moved = (moved_bytes + size, seconds + time.monotonic() - began)
 
 
 def _take_in(keeper: Keeper, reform: wire.Reform, beside: list[_Landed]) -> dict[str, str]:

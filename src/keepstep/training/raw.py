@@ -28,7 +28,11 @@ def tensor_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(held).cast("B")
 
 
-def bytes_tensor(raw: bytes) -> torch.Tensor:
+def size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def bytes_tensor(raw: bytes | memoryview) -> torch.Tensor:
     """A tensor of its own with these bytes."""
     # Uneven shards leave a rank with nothing, which frombuffer refuses.
     return torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)[: len(raw)]

@@ -21,7 +21,7 @@ from keepstep import sabotage, wire
 from keepstep.errors import ConfigError, NoHome, Permanent
 from keepstep.model import Phase, Rank
 from keepstep.page import Mark
-from keepstep.training import checkpoint
+from keepstep.training import checkpoint, halfway
 from keepstep.training.finding import Finding, take_private
 from keepstep.training.movement import agree_on_groups, move_state
 from keepstep.training.pointed_store import connect
@@ -57,6 +57,7 @@ def obey(keeper: Keeper, order: wire.Order) -> bool:
                 unwind(keeper)
                 report_boundary(keeper, generation, "Quiesce Apply")
         case wire.Reform() as reform:
+            keeper.saves.fence(generation)
             _reform(keeper, generation, reform)
         case wire.Resume() as resume:
             _resume(keeper, generation, resume)
@@ -72,6 +73,7 @@ def obey(keeper: Keeper, order: wire.Order) -> bool:
 
 def _quiesce(keeper: Keeper, generation: int, quiesce: wire.Quiesce) -> None:
     keeper.abort(generation)
+    halfway.settle(keeper)
     keeper.reach("quiesce")
     _end_finding(keeper)
     if keeper.reformed:
@@ -89,8 +91,9 @@ def _quiesce(keeper: Keeper, generation: int, quiesce: wire.Quiesce) -> None:
 def unwind(keeper: Keeper) -> None:
     """Leave a broken step for its boundary. Safe to repeat."""
     if keeper.boundary.unwind():
-        assert keeper.cursor is not None, "a step has a cursor"
-        keeper.cursor.advance()
+        keeper.step_through(keeper.boundary.step - 1)
+        # What was remembered is a step older, and a forward pass moves buffers unseen.
+        keeper.rest.forget()
 
 
 def report_boundary(
@@ -101,13 +104,15 @@ def report_boundary(
     if not (keeper.has_state and keeper.boundary.whole):
         keeper.report(kinds, Phase.QUIESCE, empty_seat(keeper, generation), generation)
         return
+    unsynced = keeper.registry.synced() if keeper.boundary.unsynced else ()
     seat = wire.SeatReport(
         rank,
         boundary=keeper.boundary.step,
         intact=True,
-        digests=_digests(keeper),
+        digests={name: d for name, d in _digests(keeper).items() if name not in unsynced},
+        unsynced=unsynced,
         ready=ready,
-        covers=keeper.covering.reach() if keeper.covering is not None else (),
+        covers=keeper.covers,
         entries=keeper.homes.boundaries(),
         state_bytes=keeper.registry.state_bytes(),
         unsettled=keeper.unsettled,
@@ -134,13 +139,7 @@ def _digests(keeper: Keeper, received: Mapping[str, str] | None = None) -> dict[
     return keeper.registry.shared_digests(received)
 
 
-def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
-    place = keeper.place
-    rank = Rank(place.rank)
-    keeper.reformed = True
-    unwind(keeper)
-    keeper.reach("reform")
-
+def _form_groups(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     def overtaken() -> bool:
         return keeper.inbox.generation != generation
 
@@ -148,17 +147,27 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
         return connect(reform.membership.store, STORE_SECONDS_MAX, overtaken)
 
     prefix = reform.membership.secret
-    receiving = any(move.target == place.rank for move in reform.moves)
-    # A joiner has nothing to lose. A survivor that lags behind keeps its older state, which may be
-    # needed after all, until the newer one begins to land.
-    joining = receiving and not keeper.has_state
-    finding = keeper.finding = Finding(keeper, reform, joining)
     if not reform.groups_alike:
         meeting = dist.PrefixStore(f"{prefix}/{generation}/log", store())
         agree_on_groups(keeper.groups, meeting, overtaken)
         # What was begun with other groups than these is worth nothing, and must not be met again.
         prefix = f"{prefix}/met"
     keeper.groups.reform(store, prefix, generation)
+
+
+def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
+    place = keeper.place
+    rank = Rank(place.rank)
+    keeper.reformed = True
+    unwind(keeper)
+    keeper.reach("reform")
+
+    receiving = any(move.target == place.rank for move in reform.moves)
+    # A joiner has nothing to lose. A survivor that lags behind keeps its older state, which may be
+    # needed after all, until the newer one begins to land.
+    joining = receiving and not keeper.has_state
+    finding = keeper.finding = Finding(keeper, reform, joining)
+    _form_groups(keeper, generation, reform)
     keeper.report("Reformed", Phase.REFORM, wire.SeatReport(rank), generation)
     try:
         payload = finding.payload()
@@ -170,11 +179,11 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     def check(received: Mapping[str, str]) -> bool:
         """Is every portion right? What this rank received is whole only then."""
         found.update(_digests(keeper, received))
-        right = all(
-            value == reform.digests.get(portion) or portion in rebuilt
+        right = not unsynced and all(
+            value == reform.digests.get(portion) or portion in by_themselves
             for portion, value in found.items()
         )
-        if received and right and not keeper.has_state:
+        if receiving and right and not keeper.has_state:
             if not joining:
                 _end_finding(keeper)
                 # The batches too: the loop's body may hold them already and not ask again.
@@ -184,8 +193,10 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
         return right
 
     found: dict[str, str] = {}
-    # Nobody can say what these should be: every part of them was checked as it came.
-    rebuilt = {move.portion for move in reform.moves if move.rebuilt and move.target == rank}
+    # Nobody can say what these should be. Of what is rebuilt every part is checked as it comes;
+    # what is synced anew is compared when all have told what they found.
+    by_themselves = {portion for portion, digest in reform.digests.items() if not digest}
+    unsynced = by_themselves - {move.portion for move in reform.moves if move.rebuilt}
     keeper.reach("transfer")
     try:
         received = move_state(keeper, reform, check)
@@ -193,6 +204,9 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
         unfit = wire.SeatReport(rank, problem=str(error))
         keeper.report("Reform", Phase.VERIFY, unfit, generation)
         return
+    if unsynced:
+        received = halfway.complete(keeper, unsynced, received)
+        unsynced = set()
     keeper.mirror_stride = reform.membership.mirror_stride
     keeper.reach("verify")
     # Before the mirrors are made anew: from here on the older boundary is not needed any more.

@@ -14,19 +14,32 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
+from keepstep import portion as portions
 from keepstep.errors import ConfigError
+from keepstep.training import zero
 from keepstep.training.capsule import DigestCache, byte_view, combine, digest
 from keepstep.training.holders import Holders, View, Views, is_cut, is_distributed, local_of
+from keepstep.training.optimizers import (
+    conform_state,
+    holds_tensors,
+    load_groups,
+    load_hidden,
+    parameters_of,
+    plain_of,
+    state_of,
+)
 from keepstep.training.plain import decode, encode, plain_digest, shaped_like
-from keepstep.training.raw import fill_from_bytes
+from keepstep.training.raw import bytes_tensor, fill_from_bytes, size_bytes
 from keepstep.training.reset import ddp_modules
 
+T = TypeVar("T")
 Layout = list[tuple[str, str, list[int], bool]]
 
 
@@ -71,6 +84,9 @@ class Registry:
         self._cache = DigestCache()
         self._fixed_key: tuple[int, ...] = ()
         self._fixed: list[tuple[str, torch.Tensor]] = []
+        self._looked_key: Any = None
+        self._looked_by: Holders | None = None
+        self._looked: dict[tuple[str, str], list[Any]] = {}
         self._buffer_places: list[tuple[str, nn.Module, str]] = []
         self._kept: dict[str, list[tuple[str, nn.Parameter]]] = {}
         """Parameters of modules that are cut, as they were registered. FSDP2 puts others in their
@@ -80,6 +96,11 @@ class Registry:
         taken = (self.modules, self.optimizers, self.others, self.generators)
         if any(name in room for room in taken):
             raise ConfigError(f"state {name!r} is registered twice; give each part its own name")
+        if isinstance(part, DataLoader):
+            raise ConfigError(
+                f"{name!r} is a loader, and its place in the data is each rank's own: give it to "
+                "session.steps, or return it from build as `loader`"
+            )
         if isinstance(part, nn.Module):
             self.modules[name] = part
             self._replicated += ddp_modules(part)
@@ -87,7 +108,7 @@ class Registry:
             if is_cut(part):
                 self._kept[name] = list(part.named_parameters())
         elif isinstance(part, torch.optim.Optimizer):
-            _refuse_zero(name, part)
+            zero.check(name, part)
             self.optimizers[name] = part
         elif isinstance(part, torch.Generator):
             self.generators[name] = part
@@ -115,7 +136,8 @@ class Registry:
 
     def layout_key(self) -> tuple[int, ...]:
         """Changes when optimizers have made or dropped state; cheap enough for every step."""
-        return (len(self.modules), *(len(o.state) for o in self.optimizers.values()))
+        made = (len(state_of(o)) + zero.layout(o) for o in self.optimizers.values())
+        return (len(self.modules), *made)
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._named_parameters():
@@ -128,8 +150,8 @@ class Registry:
 
     def _optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, optimizer in self.optimizers.items():
-            for index, parameter in enumerate(_parameters_of(optimizer)):
-                state = optimizer.state.get(parameter, {})
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                state = state_of(optimizer).get(parameter, {})
                 for key in sorted(state):
                     if isinstance(state[key], torch.Tensor):
                         yield f"{name}.{index}.{key}", local_of(state[key])
@@ -162,8 +184,14 @@ class Registry:
             if buffer is not None:
                 named.append((name, views.of(buffer)))
         for name, optimizer in self.optimizers.items():
-            for index, parameter in enumerate(_parameters_of(optimizer)):
-                named.append((f"{name}.{index}", views.of(parameter)))
+            if zero.is_zero(optimizer):
+                # Also of who owns no parameter at all: plain values go with the narrowest portion,
+                # and that must not be, for some, one that others hold as well.
+                named.append((f"{name}.own", portions.name_of([self.rank])))
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                owner = zero.owner(optimizer, parameter)
+                seen = views.of(parameter) if owner is None else portions.name_of([owner])
+                named.append((f"{name}.{index}", seen))
         return View.make(named)
 
     def strays(self) -> list[str]:
@@ -175,7 +203,7 @@ class Registry:
         return [
             f"{name}.{index}"
             for name, optimizer in self.optimizers.items()
-            for index, parameter in enumerate(_parameters_of(optimizer))
+            for index, parameter in enumerate(parameters_of(optimizer))
             if id(parameter) not in known
         ]
 
@@ -205,19 +233,91 @@ class Registry:
 
     def shared(self, portion: str | None = None) -> list[tuple[str, torch.Tensor]]:
         """What a replica can give back: all of it, or one portion."""
+        if portion is None:
+            return [(name, t) for name, t in self.tensors() if name not in self.private]
+        buffers = [
+            (name, buffer)
+            for name, buffer in self.buffers()
+            if name not in self.private and self.portion_of(name) == portion
+        ]
+        return [*self._looked_up("fixed", portion, self._find_fixed), *buffers]
+
+    def _find_fixed(self, portion: str) -> list[tuple[str, torch.Tensor]]:
         return [
             (name, tensor)
-            for name, tensor in self.tensors()
-            if name not in self.private and (portion is None or self.portion_of(name) == portion)
+            for name, tensor in self.fixed()
+            if name not in self.private and self.portion_of(name) == portion
         ]
 
     def optimized(self, portion: str) -> list[tuple[str, torch.Tensor]]:
         """The parameters of one portion that optimizers update, in their order."""
+        return self._looked_up("optimized", portion, self._find_optimized)
+
+    def _find_optimized(self, portion: str) -> list[tuple[str, torch.Tensor]]:
         return [
             (key, parameter)
             for name, optimizer in self.optimizers.items()
-            for index, parameter in enumerate(_parameters_of(optimizer))
+            for index, parameter in enumerate(parameters_of(optimizer))
             if self.holders.portion(key := f"{name}.{index}", self.rank) == portion
+        ]
+
+    def _looked_up(self, what: str, portion: str, find: Callable[[str], list[T]]) -> list[T]:
+        """Once, and again when the layout is another one: every step asks."""
+        key = (self.layout_key(), frozenset(self.private))
+        if key != self._looked_key or self._looked_by is not self.holders:
+            self._looked_key, self._looked_by, self._looked = key, self.holders, {}
+        found = self._looked.get((what, portion))
+        if found is None:
+            found = self._looked[what, portion] = find(portion)
+        return found
+
+    def companions(self, portion: str) -> list[tuple[str, torch.Tensor]]:
+        """Parameters that this portion's optimizer state updates, and that more ranks hold."""
+        return self._looked_up("companions", portion, self._find_companions)
+
+    def _find_companions(self, portion: str) -> list[tuple[str, torch.Tensor]]:
+        updated = {id(parameter) for _, parameter in self.optimized(portion)}
+        return [
+            (name, local_of(parameter.detach()))
+            for name, parameter in self._named_parameters()
+            if id(parameter) in updated and self.portion_of(name) != portion
+        ]
+
+    def kept(self, portion: str) -> list[tuple[str, torch.Tensor]]:
+        """What a portion is rebuilt from: it, and what its updates go by."""
+        return [*self.shared(portion), *self.companions(portion)]
+
+    def synced(self) -> tuple[str, ...]:
+        """Portions with parameters that each rank gets from their owners, inside an update."""
+        found = {
+            id(parameter)
+            for optimizer in self.optimizers.values()
+            if zero.is_zero(optimizer)
+            for parameter in parameters_of(optimizer)
+        }
+        names = (name for name, parameter in self._named_parameters() if id(parameter) in found)
+        return tuple(sorted({self.portion_of(name) for name in names}))
+
+    def versions(self) -> int:
+        """Of all that nothing may change after an update; 0 where no update can end half-way."""
+        if not any(map(zero.is_zero, self.optimizers.values())):
+            return 0
+        return sum(tensor._version for _, tensor in self.tensors())
+
+    def others_hold_tensors(self) -> bool:
+        """Do registered parts that are no modules have tensors among their state?"""
+        return any(holds_tensors(other.state_dict()) for other in self.others.values())
+
+    def resting(self, portion: str) -> list[torch.Tensor]:
+        """What of a portion no optimizer updates."""
+        return self._looked_up("resting", portion, self._find_resting)
+
+    def _find_resting(self, portion: str) -> list[torch.Tensor]:
+        moving = {id(parameter) for _, parameter in self.optimized(portion)}
+        return [
+            local_of(parameter.detach())
+            for name, parameter in self._named_parameters()
+            if id(parameter) not in moving and self.portion_of(name) == portion
         ]
 
     def private_tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -230,12 +330,27 @@ class Registry:
         """Is any parameter private? Hardly ever, and then a step need not look through them."""
         return len(self.private) > sum(name in self.private for name, _, _ in self._buffer_places)
 
+    def compared(self, rows: Sequence[Any], *, first: bool, settled: bool) -> bool:
+        """Learn from all ranks' digests what is private. True if that is more than was known.
+
+        `first`: until now every buffer counted as private. `settled`: only buffers can become so.
+        """
+        found = find_private([[(str(n), str(d)) for n, d in row] for row in rows], self.holders)
+        if settled:
+            found -= {name for name, _ in self.fixed()}
+        if first:
+            # Of a buffer with one holder no comparison says whether it is private: it stays so.
+            buffers = {name for name, _ in self.buffers() if not self.is_lonely(name)}
+            self.private -= buffers - found
+        fresh = found - self.private
+        self.private |= found
+        return bool(fresh)
+
     def restore_private(self, name: str, raw: bytes) -> bool:
         """Take one private tensor back; False if this rank knows no such name."""
         key = name.removesuffix(".generator")
         if name.endswith(".generator") and key in self.generators:
-            state = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-            self.generators[key].set_state(state)
+            self.generators[key].set_state(bytes_tensor(raw))
             return True
         for known, tensor in self.tensors():
             if known == name:
@@ -259,7 +374,7 @@ class Registry:
         """Everything that is no tensor in place: JSON-able, exact."""
         plain: dict[str, Any] = {}
         for name, optimizer in self.optimizers.items():
-            plain[name] = encode(_optimizer_plain(optimizer))
+            plain[name] = encode(plain_of(optimizer))
         for name, other in self.others.items():
             plain[name] = encode(other.state_dict())
         return plain
@@ -280,28 +395,28 @@ class Registry:
 
     def hidden(self) -> dict[str, Any]:
         """What optimizers remember of each parameter beside tensors: counters, as a rule."""
-        return {n: encode(_optimizer_plain(o)["state"]) for n, o in self.optimizers.items()}
+        return {n: encode(plain_of(o)["state"]) for n, o in self.optimizers.items()}
 
     def load_hidden(self, hidden: Mapping[str, Any]) -> None:
         for name, optimizer in self.optimizers.items():
-            _load_hidden(optimizer, decode(hidden[name]))
+            load_hidden(optimizer, decode(hidden[name]))
 
     def settings(self) -> dict[str, Any]:
         """What the optimizers go by in their next step: learning rates and the like."""
-        return {n: encode(_optimizer_plain(o)["groups"]) for n, o in self.optimizers.items()}
+        return {n: encode(plain_of(o)["groups"]) for n, o in self.optimizers.items()}
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         for name, optimizer in self.optimizers.items():
-            _load_groups(optimizer, decode(settings[name]))
+            load_groups(optimizer, decode(settings[name]))
 
     def load_plain(self, plain: Mapping[str, Any], *, hidden: bool = True) -> None:
         """Not `hidden`: what optimizers remember of each parameter is this rank's own."""
         for name, optimizer in self.optimizers.items():
             if name in plain:
                 found = decode(plain[name])
-                _load_groups(optimizer, found["groups"])
+                load_groups(optimizer, found["groups"])
                 if hidden:
-                    _load_hidden(optimizer, found["state"])
+                    load_hidden(optimizer, found["state"])
         for name, other in self.others.items():
             if name in plain:
                 own = other.state_dict()
@@ -319,11 +434,11 @@ class Registry:
             owner, _, key = name.rpartition(".")
             wanted.setdefault(owner, {})[key] = (dtype, shape, cut)
         for name, optimizer in self.optimizers.items():
-            for index, parameter in enumerate(_parameters_of(optimizer)):
+            for index, parameter in enumerate(parameters_of(optimizer)):
                 owner = f"{name}.{index}"
                 if portion is None or self.holders.portion(owner, self.rank) == portion:
-                    _conform_state(optimizer, parameter, wanted.get(owner, {}))
-        self._fixed_key = ()
+                    conform_state(optimizer, parameter, wanted.get(owner, {}))
+        self._fixed_key, self._looked_key = (), None
         own = self.layout(portion)
         if own != [(n, d, list(s), c) for n, d, s, c in layout]:
             differing = next(
@@ -345,9 +460,9 @@ class Registry:
         return {
             f"{name}.{index}.{key}"
             for name, optimizer in self.optimizers.items()
-            for index, parameter in enumerate(_parameters_of(optimizer))
+            for index, parameter in enumerate(parameters_of(optimizer))
             if is_distributed(parameter)
-            for key, value in optimizer.state.get(parameter, {}).items()
+            for key, value in state_of(optimizer).get(parameter, {}).items()
             if is_distributed(value)
         }
 
@@ -407,16 +522,7 @@ class Registry:
         return combine([*named, ("plain", plain_digest(plain))])
 
     def state_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for _, t in self.shared())
-
-
-def _refuse_zero(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """Its state is in an optimizer inside it, where nothing here would look: a wrong resume."""
-    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        raise ConfigError(
-            f"{name!r} is a ZeroRedundancyOptimizer, whose state Keepstep cannot move yet; shard "
-            "with torch.distributed.fsdp.fully_shard, or use the plain optimizer under DDP"
-        )
+        return sum(size_bytes(tensor) for _, tensor in self.shared())
 
 
 def find_private(rows: list[list[tuple[str, str]]], holders: Holders) -> set[str]:
@@ -433,61 +539,3 @@ def find_private(rows: list[list[tuple[str, str]]], holders: Holders) -> set[str
             if first.setdefault((name, holders.portion(key, rank)), value) != value:
                 found.add(name)
     return found
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _optimizer_plain(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    state = [
-        {k: v for k, v in optimizer.state.get(p, {}).items() if not isinstance(v, torch.Tensor)}
-        for p in _parameters_of(optimizer)
-    ]
-    return {"groups": groups, "state": state}
-
-
-def _load_hidden(optimizer: torch.optim.Optimizer, state: Sequence[Mapping[str, Any]]) -> None:
-    for parameter, values in zip(_parameters_of(optimizer), state, strict=True):
-        if values:
-            optimizer.state[parameter].update(values)
-
-
-def _load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in values.items():
-            # A tensor learning rate (capturable optimizers) must stay the same object.
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].copy_(value)
-            else:
-                group[key] = shaped_like(group.get(key), value)
-
-
-def _conform_state(
-    optimizer: torch.optim.Optimizer,
-    parameter: torch.Tensor,
-    wanted: dict[str, tuple[str, list[int], bool]],
-) -> None:
-    state = optimizer.state.get(parameter, {})
-    for key in [k for k, v in state.items() if isinstance(v, torch.Tensor) and k not in wanted]:
-        del state[key]
-    if not wanted:
-        if not state:
-            optimizer.state.pop(parameter, None)
-        return
-    state = optimizer.state[parameter]
-    for key, (dtype_name, shape, cut) in wanted.items():
-        dtype = getattr(torch, dtype_name.removeprefix("torch."))
-        held = state.get(key)
-        if isinstance(held, torch.Tensor) and is_distributed(held) == cut:
-            local = local_of(held)
-            if (local.dtype, list(local.shape)) == (dtype, shape):
-                continue
-        if cut:
-            state[key] = torch.zeros_like(parameter, dtype=dtype)
-        else:
-            # Step counters live on the CPU in torch's optimizers; moments live with the parameter.
-            like = shape == list(parameter.shape)
-            device = parameter.device if like else torch.device("cpu")
-            state[key] = torch.zeros(shape, dtype=dtype, device=device)

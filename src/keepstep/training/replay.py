@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from keepstep.errors import Permanent
-from keepstep.training.cover import Record, digest_many, read_capsule
-from keepstep.training.digest import digest
+from keepstep.training import zero
+from keepstep.training.cover import Record, landed, read_capsule, views_of
 from keepstep.training.holders import is_distributed
-from keepstep.training.raw import bytes_tensor
 
 
 def load_capsule(
@@ -34,20 +33,14 @@ def load_capsule(
         raise Permanent(f"a capsule of {len(pieces)} tensors came for {len(tensors)}")
     with torch.no_grad():
         for tensor, piece, known in zip(tensors, pieces, meta["digests"], strict=True):
-            landed = bytes_tensor(bytes(piece))
-            if digest(landed) != known:
-                raise Permanent("a mirror's capsule is not what its owner wrote")
-            tensor.copy_(landed.view(tensor.dtype).reshape(tensor.shape))
+            tensor.copy_(landed(piece, known).view(tensor.dtype).reshape(tensor.shape))
     return meta
 
 
 def gradients_of(record: Record, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The record's gradients, in the shapes of the local parameters."""
     sizes, dtypes = record.meta["sizes"], record.meta["dtypes"]
-    views = bytes_tensor(bytes(record.gradients)).split([size for size in sizes if size >= 0])
-    if digest_many(views) != record.meta["digest"]:
-        raise Permanent("a mirror's record is not what its owner wrote")
-    left = iter(views)
+    left = iter(views_of(record))
     return [
         None if size < 0 else _shaped(next(left), dtype, parameter)
         for size, dtype, parameter in zip(sizes, dtypes, parameters, strict=True)
@@ -95,7 +88,9 @@ def _like(parameter: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's step without anybody's hooks, and without a scheduler's count of calls."""
-    step: Any = type(optimizer).step
+    zero.hand_in_settings(optimizer)
+    computing = zero.inside(optimizer)
+    step: Any = type(computing).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
-    step(optimizer)
+    step(computing)

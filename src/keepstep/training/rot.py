@@ -1,6 +1,7 @@
 """Corruption: state that changed though nobody changed it, found before it spreads.
 
     K = 1   applied(s): digest | at rest | begin(s+1): digest again, on this rank alone
+            and each mirror looks after an eighth of what it keeps (patrol.py)
     K > 1   every K steps the holders of each portion compare; who is not with the majority is wrong
 
 With K = 1 a flip at rest is found before the next forward pass, so nobody has used it: the rank
@@ -35,31 +36,33 @@ class Rest:
         self.every = every
         """Steps between two looks; 0: none."""
         self._known: dict[str, tuple[int, int, str]] = {}
+        self.looks = 0
+        """How often this rank looked; 1 each time, however many tensors."""
 
     def is_corrupt(self, keeper: Keeper) -> bool:
         """Look at the state before it is used again. True: it was told, and orders come."""
         step = keeper.boundary.step
-        if self.every == 1 and (changed := self.changed(keeper.registry)):
-            keeper.tear()
-            keeper.report_broken(
-                keeper.generation, f"{listed(changed)} changed between two steps", corrupt=True
-            )
-            return True
+        if self.every == 1:
+            self.looks += 1
+            if changed := self.changed(keeper.registry):
+                return _tell(keeper, f"{listed(changed)} changed between two steps", torn=True)
+        if keeper.covering is not None:
+            name, text = keeper.covering.spoilt(step, look=self.every == 1)
+            if name:
+                return _tell(keeper, text, cover=name)
         # At every begin of such a step, a second one after a fault too: a replacement comes here
         # for the first time, and all ranks have to.
         if self.every < 2 or step % self.every:
             return False
+        self.looks += 1
         rows = exchange_rows(keeper.groups, keeper.registry.shared_digests())
         name, decided = minority(rows, keeper.place.rank)
         if not name:
             return False
-        if decided:
-            keeper.tear()
         since = f"steps {max(0, step - self.every)} to {step - 1} are contaminated"
         # In a tie nobody is to blame: all stop, and the vote over whose state counts says so.
         text = f"portion {name} is not what its other holders have; {since}"
-        keeper.report_broken(keeper.generation, text, corrupt=decided)
-        return True
+        return _tell(keeper, text, torn=decided, corrupt=decided)
 
     def remember(self, registry: Registry) -> None:
         self._known = {
@@ -84,6 +87,17 @@ class Rest:
         # Whatever the program does to a tensor raises its version, or puts another in its place.
         untouched = (tensor.data_ptr(), tensor._version) == (address, version)
         return untouched and digest(tensor) != known
+
+
+def _tell(
+    keeper: Keeper, text: str, *, torn: bool = False, corrupt: bool = True, cover: str = ""
+) -> bool:
+    """Say what was found. True if orders come: in mode observe nobody sends any."""
+    acts = not keeper.place.observed
+    if torn and acts:
+        keeper.tear()
+    keeper.report_broken(keeper.generation, text, corrupt=corrupt, cover=cover)
+    return acts
 
 
 def minority(rows: Sequence[Mapping[str, str]], rank: int) -> tuple[str, bool]:

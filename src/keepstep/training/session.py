@@ -25,16 +25,19 @@ import torch.distributed as dist
 
 from keepstep import sabotage
 from keepstep.errors import ConfigError, Fenced
-from keepstep.training import checkpoint, standby
+from keepstep.training import checkpoint, halfway, standby, zero
+from keepstep.training.aside import Aside
 from keepstep.training.groups import Groups
 from keepstep.training.holders import held_by, is_cut
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, WarmLoader, warm_up
 from keepstep.training.registry import Registry
 from keepstep.training.reset import forget_meshes
+from keepstep.training.saves import Save
 from keepstep.training.seat import Place, Seat, read_place
+from keepstep.training.seeded import seeded
 
-__all__ = ["Seat", "Session", "held_by", "init_process_group", "session"]
+__all__ = ["Seat", "Session", "held_by", "init_process_group", "seeded", "session"]
 
 GROUP_SECONDS_MAX = 1800.0
 """torch's own default. A backstop only: a broken group is freed by its sockets, not by time."""
@@ -107,6 +110,8 @@ class Session:
         self._rehearsed = False
         self._warm: WarmLoader | None = None
         self._watches_compiler = False
+        self._fresh_in = -1
+        """The generation in which the last attempt went through; -1 if it failed."""
         if keeper is not None:
             self._register(keeper)
 
@@ -129,6 +134,11 @@ class Session:
         source = loader if loader is not None else self.loader
         if source is None:
             raise ConfigError("session.steps needs a loader")
+        if self._keeper is not None and self._cursor is not None:
+            raise ConfigError(
+                "session.steps was called a second time: whoever takes a lost rank's seat would be "
+                "in the first loop again; go over the data with session.steps(loader, passes=N)"
+            )
         cursor = self._cursor = Cursor(source, passes, accumulate)
         cursor.warm, self._warm = self._warm, None
         if self._keeper is not None:
@@ -139,6 +149,7 @@ class Session:
             self._keeper.start(cursor)
         while True:
             if self._keeper is not None:
+                self._keeper.uncovered.idle_until()
                 # Before the batches are asked for: a pause is time in which a loader gets ready.
                 self._keeper.follow_orders()
             limit = max_steps() if callable(max_steps) else max_steps
@@ -148,6 +159,8 @@ class Session:
                     return
                 continue
             self._attempts = 0
+            if self._keeper is not None:
+                self._keeper.uncovered.idle_from(self.step)
             yield batches if accumulate is not None else batches[0]
             if self._attempts == 0:
                 raise ConfigError("each step needs its `with session.attempt():` block")
@@ -162,6 +175,7 @@ class Session:
         """Enter a step. Returns its number."""
         self._attempts += 1
         self._optimizers_done = 0
+        self._fresh_in = -1
         if self._keeper is None or self._rehearsing:
             return self._step
         if not self._watches_compiler and "torch._dynamo" in sys.modules:
@@ -181,9 +195,12 @@ class Session:
             assert self._cursor is not None, "a step has a cursor"
             self._cursor.advance()
             self._step += 1
+            self._fresh_in = 0
             return
+        generation = self._keeper.generation
         self._keeper.grads_ready(updates=False)
         self._keeper.applied()
+        self._fresh_in = generation
 
     @property
     def committed(self) -> int:
@@ -217,6 +234,11 @@ class Session:
         return self._rehearsing
 
     @property
+    def looks(self) -> int:
+        """How often this rank has looked for corrupt state (`keepstep run --check-steps`)."""
+        return self._keeper.rest.looks if self._keeper is not None else 0
+
+    @property
     def protected(self) -> bool:
         return self._keeper is not None
 
@@ -231,11 +253,55 @@ class Session:
         if self._keeper is None:
             yield
             return
-        self._keeper.busy(name, seconds_max)
+        self._keeper.busy.begin(name, seconds_max)
         try:
             yield
         finally:
-            self._keeper.not_busy()
+            self._keeper.busy.end()
+
+    def due(self, every: int) -> bool:
+        """After an attempt: is it time for what is done every so many steps, on all ranks alike?
+
+        Use it for collectives outside attempts, such as an evaluation or a save. It says no after
+        an attempt that failed: some ranks did that step before the fault, and a newcomer did not.
+        """
+        return not self._rehearsing and self._fresh_in == self.generation and self.step % every == 0
+
+    @contextlib.contextmanager
+    def evaluation(self, *, seconds_max: float) -> Iterator[None]:
+        """Work between two attempts that leaves no trace in training.
+
+        Generators, modes and buffers are put back after it. A fault inside is swallowed like an
+        attempt's: the rest of the block is left out, and training goes on.
+        """
+        aside = Aside(self.parts.values())
+        try:
+            # Put back before a recovery: what this rank receives then must not be written over.
+            with aside, self.busy("evaluation", seconds_max=seconds_max):
+                yield
+        except RuntimeError as error:
+            if self._keeper is not None and aside.moved and self._keeper.is_fault(error):
+                # Weights that were swapped in, say, and nobody swapped back: no source for anybody.
+                self._keeper.tear()
+                self._keeper.uncovered.evaluation_moves()
+            if not self.recover(error):
+                raise
+
+    def saving(self, future: Any, path: str) -> Save:
+        """Tell of a save that runs beside training, as DCP's async_save returns one.
+
+        It is published at a boundary once it is complete. If ranks are replaced meanwhile it ends
+        with an error, which `wait` on what is returned here takes for what it is.
+        """
+        save = Save(self, future, path)
+        if self._keeper is not None:
+            self._keeper.saves.add(save)
+        return save
+
+    def publish_complete(self) -> None:
+        """Publish the saves that have become complete. Done at every boundary, too."""
+        if self._keeper is not None:
+            self._keeper.saves.publish_complete()
 
     def held_by(self, what: str | torch.nn.Module | torch.Tensor, ranks: Iterable[int]) -> None:
         """Declare which ranks hold the same values, where no DTensor and no DDP says it.
@@ -283,10 +349,11 @@ class Session:
         for optimizer in keeper.registry.optimizers.values():
             optimizer.register_step_pre_hook(lambda *_: self.grads_ready())
             optimizer.register_step_post_hook(lambda *_: self._one_update_done())
+            halfway.watch(keeper, optimizer)
 
     def _one_update_done(self) -> None:
         self._optimizers_done += 1
-        keeper = self._keeper
+        keeper = None if self._rehearsing else self._keeper
         if keeper is not None and self._optimizers_done >= len(keeper.registry.optimizers):
             keeper.update_done()
 
@@ -323,9 +390,9 @@ class Session:
         keeper = self._keeper
         assert keeper is not None, "only a protected session watches"
         callback_handler.register_start_callback(
-            lambda _: keeper.busy("compile", COMPILE_SECONDS_MAX)
+            lambda _: keeper.busy.begin("compile", COMPILE_SECONDS_MAX)
         )
-        callback_handler.register_end_callback(lambda _: keeper.not_busy())
+        callback_handler.register_end_callback(lambda _: keeper.busy.end())
 
 
 class _Attempt(contextlib.AbstractContextManager[int]):
@@ -388,7 +455,10 @@ def _park(place: Place, build: Callable[[Seat], dict[str, Any]]) -> Session:
     groups = _groups
     assert groups is not None, "groups were made above"
     made = _call_build(build, place)
-    cut = any(isinstance(part, torch.nn.Module) and is_cut(part) for part in made.values())
+    cut = any(
+        zero.is_zero(part) or (isinstance(part, torch.nn.Module) and is_cut(part))
+        for part in made.values()
+    )
     rehearsal = Session(made, None)
     rehearsal.rehearse_ahead()
     if cut:

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from keepstep.training.groups import Groups
-from keepstep.training.raw import tensor_bytes
+from keepstep.training.raw import bytes_tensor, tensor_bytes
 
 _TAG_LENGTH, _TAG_HEADER = 21, 22
 
 
 def send_json(side: Any, value: object, target: int) -> None:
-    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    raw = bytes_tensor(json.dumps(value).encode())
     side.send([torch.tensor([raw.numel()])], target, _TAG_LENGTH).wait()
     side.send([raw], target, _TAG_HEADER).wait()
 
@@ -41,7 +41,7 @@ def exchange_rows(groups: Groups, row: object) -> list[Any]:
     groups.side.allgather([lengths], [torch.tensor([len(raw)])]).wait()
     longest = max(int(length) for length in lengths)
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    padded[: len(raw)] = bytes_tensor(raw)
     rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world)]
     groups.side.allgather([rows], [padded]).wait()
     return [json.loads(tensor_bytes(r[: int(n)])) for r, n in zip(rows, lengths, strict=True)]

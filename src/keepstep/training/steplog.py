@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ class StepLog:
     def remember(self, record: StepRecord) -> None:
         """A step was applied here; it is not committed yet."""
         self._records.append(record)
+
+    def amend(self, digest: Callable[[int], str]) -> None:
+        """A step was remembered before its state was complete: now it is."""
+        whole = [r if r.digest else replace(r, digest=digest(r.step)) for r in self._records]
+        self._records.clear()
+        self._records.extend(whole)
 
     def forget_after(self, step: int) -> None:
         """An uncommitted step is retried: its record goes. Somebody else may have written."""

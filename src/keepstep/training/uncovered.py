@@ -8,9 +8,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import torch
+from keepstep.training.randomness import Randomness, read_randomness
 
 _WATCHED_STEPS = 64
+
+Launched = tuple[int, int] | None
+"""Collectives so far, and how often a save's thread had some; None while it has."""
+
+
+def is_watched(step: int) -> bool:
+    return step < _WATCHED_STEPS or step % _WATCHED_STEPS == 0
 
 
 class Uncovered:
@@ -18,29 +25,87 @@ class Uncovered:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
-        self._drawn: torch.Tensor | None = None
-        self._launched = 0
+        self._drawn: Randomness | None = None
+        self._idle: Randomness | None = None
+        self._launched: Launched = None
+        self._versions = 0
+        self.tail_moves = False
+        """Registered tensors change after the update, inside the attempt."""
 
     def forward_done(self, step: int) -> None:
         """From here to the end of the attempt no random numbers may be drawn."""
-        watched = step < _WATCHED_STEPS or step % _WATCHED_STEPS == 0
-        self._drawn = torch.get_rng_state() if watched else None
+        self._idle = None
+        self._drawn = read_randomness() if is_watched(step) else None
 
-    def update_done(self, launched: int) -> None:
-        """And from here on no collective may be launched; so many were."""
+    def update_begins(self, launched: Launched) -> None:
+        """And from here on no collective may be launched but the optimizer's own; so many were."""
         self._launched = launched
 
-    def attempt_done(self, launched: int, *, updated: bool) -> None:
-        if self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state()):
+    def update_done(self, launched: Launched, versions: int = 0) -> None:
+        """`versions`: the sum over registered tensors, where none may change any more."""
+        self._versions = versions
+        if _more(self._launched, launched):
             self._say(
-                "random numbers were drawn after the backward pass: a rank that dies there cannot "
-                "be rebuilt exactly; draw them before loss.backward()"
+                "a collective runs between the updates of two optimizers: a fault there cannot be "
+                "retried; compute all gradients first, then step all optimizers"
             )
-        if updated and launched != self._launched:
+        self._launched = launched
+
+    def attempt_done(self, launched: Launched, *, updated: bool, versions: int = 0) -> None:
+        if updated and versions != self._versions:
+            self.tail_moves = True
+            self._say(
+                "registered tensors change after optimizer.step() inside the attempt, and the "
+                "optimizer has collectives of its own: a fault in those is a fallback to the "
+                "newest checkpoint; move the change behind the attempt, or into session.on_commit"
+            )
+        if self._drawn is not None and self._drawn != read_randomness():
+            self._say(
+                "random numbers were drawn after the update began: a rank that dies there cannot "
+                "be rebuilt exactly; draw them before optimizer.step()"
+            )
+        if updated and _more(self._launched, launched):
             self._say(
                 "a collective runs after optimizer.step() inside the attempt: a fault there cannot "
                 "be retried; move it before the update, or into session.on_commit"
             )
+
+    def late_change(self, step: int, until: int) -> None:
+        self._say(
+            f"step {step} was the first whose backward pass changes what one rank alone holds "
+            f"(buffers, or the state of a generator): a rank that is lost before step {until} is "
+            "not rebuilt exactly"
+        )
+
+    def idle_from(self, step: int) -> None:
+        """Between two attempts, outside the loader, no random numbers may be drawn either."""
+        self._idle = read_randomness() if is_watched(step) else None
+
+    def idle_until(self) -> None:
+        idle, self._idle = self._idle, None
+        if idle is not None and idle != read_randomness():
+            self._say(
+                "random numbers are drawn between two attempts: those of a replaced rank would "
+                "differ; draw them in the attempt, or put an evaluation into session.evaluation"
+            )
+
+    def workers_draw(self) -> None:
+        self._say(
+            "the loader's workers draw random numbers, and those of a replaced rank would draw "
+            "others: wrap the dataset in keepstep.seeded(dataset, seed)"
+        )
+
+    def save_on_default_group(self) -> None:
+        self._say(
+            "async_save runs its collectives in the default group, between those of training: "
+            "give it one of its own, process_group=dist.new_group(backend='gloo')"
+        )
+
+    def save_in_a_process(self) -> None:
+        self._say(
+            "async_save in a process of its own has groups that are not re-formed: after a fault "
+            "it waits for a rank that is gone; use AsyncCheckpointerType.THREAD"
+        )
 
     def strays(self, names: Sequence[str]) -> None:
         if names:
@@ -61,6 +126,19 @@ class Uncovered:
             "several, its loss is a fallback to the newest checkpoint"
         )
 
+    def evaluation_moves(self) -> None:
+        self._say(
+            "a fault ended an evaluation that had changed parameters: this rank's are not used any "
+            "more, it receives others'; if all did the same, that is a fallback. Evaluate a copy"
+        )
+
+    def lonely_moves(self) -> None:
+        self._say(
+            "something other than an optimizer changes parameters that one rank holds alone (an "
+            "average of weights?): they have no second home, and the loss of a rank is a fallback "
+            "to the newest checkpoint; keep such weights replicated"
+        )
+
     def lonely(self, portions: Sequence[str]) -> None:
         self._say(
             f"state of ranks {', '.join(portions[:8])} is held by one rank each, and there is no "
@@ -73,3 +151,10 @@ class Uncovered:
             self._said.add(text)
             sys.stderr.write(f"keepstep: {text}\n")
             sys.stderr.flush()
+
+
+def _more(before: Launched, now: Launched) -> bool:
+    """Was a collective launched in between? Unknown where a save's thread launched some, too."""
+    if before is None or now is None or before[1] != now[1]:
+        return False
+    return before[0] != now[0]

@@ -1,0 +1,1 @@
+"""What faults cost, and what was kept: accounts of time and money. Pure."""

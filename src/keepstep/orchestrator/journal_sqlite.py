@@ -1,0 +1,195 @@
+"""The journal of one machine: an SQLite file in WAL mode, which whoever opens it may take over.
+
+There is no lease: who is started on this machine's file is meant to lead, and the one before it is
+dead or deposed.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from keepstep import codec
+from keepstep.errors import Deposed
+from keepstep.model import Term
+from keepstep.orchestrator.journal import (
+    CLUSTER,
+    ROOT,
+    SNAPSHOTS_KEPT,
+    START,
+    Entry,
+    Growth,
+    Link,
+    Loaded,
+    Place,
+    Standing,
+    grow,
+    grow_by_snapshot,
+    snapshot_link,
+)
+
+WAL_PAGES_MAX = 20_000
+"""Of 4 KiB: how far the write-ahead log may grow before an append has to fold it in."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS standing (
+    one INTEGER PRIMARY KEY CHECK (one = 1), term INTEGER NOT NULL, seq INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS entries (seq INTEGER PRIMARY KEY, body TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS links (
+    chain TEXT NOT NULL, number INTEGER NOT NULL, hash TEXT NOT NULL,
+    seq INTEGER, body TEXT, PRIMARY KEY (chain, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS heads (
+    chain TEXT PRIMARY KEY, number INTEGER NOT NULL, hash TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS snapshots (
+    seq INTEGER PRIMARY KEY, link INTEGER NOT NULL, body TEXT NOT NULL
+);
+INSERT OR IGNORE INTO standing VALUES (1, 0, 0);
+"""
+
+
+class SqliteJournal:
+    """A file that is written by one process at a time.
+
+    With synchronous=FULL an append waits for the disk: 0.16 ms at the median and 0.3 ms at p95 on
+    an idle machine, 1.5 and 12 ms with seven processes waiting for each core (500 appends of 1 kB,
+    ext4 on a virtual disk). NORMAL took 0.03 and 0.1 ms in both cases. It survives a killed
+    orchestrator just as well, but a machine that loses power may lose the newest entries, and then
+    orders are out in the world that the journal does not know. So FULL, unless the whole cluster
+    lives and dies with this one machine.
+    """
+
+    def __init__(self, path: Path, *, synchronous: str = "full") -> None:
+        assert synchronous in ("full", "normal"), synchronous
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._connection = sqlite3.connect(path, isolation_level=None, timeout=10.0)
+        self._connection.execute("PRAGMA journal_mode=WAL")
+        self._connection.execute(f"PRAGMA synchronous={synchronous}")
+        # The WAL is folded in with each snapshot, which is taken when nothing is going on; this
+        # bound is for the case that nothing ever stops going on.
+        self._connection.execute(f"PRAGMA wal_autocheckpoint={WAL_PAGES_MAX}")
+        self._connection.executescript(_SCHEMA)
+
+    def begin_term(self) -> Standing:
+        with _Transaction(self._connection):
+            self._connection.execute("UPDATE standing SET term = term + 1")
+            term, seq = self._term_and_seq()
+            rows = self._connection.execute("SELECT chain, hash FROM heads").fetchall()
+        heads = dict(rows)
+        cluster = heads.pop(CLUSTER, ROOT)
+        return Standing(Term(term), seq, cluster, heads)
+
+    def append(self, term: Term, expected_head: str, entries: Sequence[Entry]) -> Standing:
+        with _Transaction(self._connection):
+            seq = self._check(term, expected_head)
+            chains = {CLUSTER}.union(*(entry.jobs for entry in entries))
+            heads = {chain: self._stored_head(chain) for chain in chains}
+            growth = grow(term, seq, heads, entries)
+            self._connection.executemany("INSERT INTO entries VALUES (?, ?)", growth.entries)
+            self._write_links(growth)
+        _, head = growth.heads.get(CLUSTER, heads[CLUSTER])
+        return Standing(term, growth.seq, head, growth.jobs)
+
+    def snapshot(self, term: Term, expected_head: str, state: Any, at_seq: int) -> Standing:
+        body = codec.dumps(state).decode()
+        with _Transaction(self._connection):
+            seq = self._check(term, expected_head)
+            assert at_seq <= seq, "a snapshot of entries that are not there yet"
+            growth = grow_by_snapshot(at_seq, body, seq, self._stored_head(CLUSTER))
+            self._write_links(growth)
+            link, head = growth.heads[CLUSTER]
+            self._connection.execute(
+                "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (at_seq, link, body)
+            )
+            self._connection.execute(
+                "DELETE FROM snapshots WHERE seq > 0 AND seq NOT IN "
+                "(SELECT seq FROM snapshots ORDER BY seq DESC LIMIT ?)",
+                (SNAPSHOTS_KEPT,),
+            )
+        self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        return Standing(term, seq, head, {})
+
+    def load(self) -> Loaded:
+        for at_seq, link, body in self._connection.execute(
+            "SELECT seq, link, body FROM snapshots ORDER BY seq DESC"
+        ).fetchall():
+            # A snapshot that the chain does not vouch for was changed: replay more instead.
+            if self._link_body(link) == snapshot_link(at_seq, body):
+                return Loaded(codec.loads(body), at_seq, self._entries_after(at_seq))
+        return Loaded(None, 0, self._entries_after(0))
+
+    def export(self, chain: str) -> Iterator[Link]:
+        # Pages rather than one cursor: the loop appends between two pages and nothing is locked.
+        number = 0
+        while True:
+            rows = self._connection.execute(
+                "SELECT number, hash, coalesce(links.body, entries.body) FROM links "
+                "LEFT JOIN entries USING (seq) WHERE chain = ? AND number > ? "
+                "ORDER BY number LIMIT 500",
+                (chain, number),
+            ).fetchall()
+            if not rows:
+                return
+            for number, hash_, body in rows:
+                yield Link(number, hash_, body)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _check(self, term: Term, expected_head: str) -> int:
+        """Refuse a deposed writer; otherwise the newest seq."""
+        newest, seq = self._term_and_seq()
+        if term != newest:
+            raise Deposed(f"term {term} is over: term {newest} leads now")
+        _, head = self._stored_head(CLUSTER)
+        if head != expected_head:
+            raise Deposed(f"the head moved to {head[:12]} while term {term} stood at another")
+        return seq
+
+    def _term_and_seq(self) -> tuple[int, int]:
+        term, seq = self._connection.execute("SELECT term, seq FROM standing").fetchone()
+        return int(term), int(seq)
+
+    def _write_links(self, growth: Growth) -> None:
+        self._connection.executemany("INSERT INTO links VALUES (?, ?, ?, ?, ?)", growth.links)
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO heads VALUES (?, ?, ?)",
+            [(chain, *place) for chain, place in growth.heads.items()],
+        )
+        if growth.entries:
+            self._connection.execute("UPDATE standing SET seq = ?", (growth.seq,))
+
+    def _stored_head(self, chain: str) -> Place:
+        row = self._connection.execute(
+            "SELECT number, hash FROM heads WHERE chain = ?", (chain,)
+        ).fetchone()
+        return (int(row[0]), str(row[1])) if row else START
+
+    def _link_body(self, number: int) -> str | None:
+        row = self._connection.execute(
+            "SELECT body FROM links WHERE chain = ? AND number = ?", (CLUSTER, number)
+        ).fetchone()
+        return row[0] if row else None
+
+    def _entries_after(self, seq: int) -> tuple[dict[str, Any], ...]:
+        rows = self._connection.execute(
+            "SELECT body FROM entries WHERE seq > ? ORDER BY seq", (seq,)
+        ).fetchall()
+        return tuple(codec.loads(body)["entry"] for (body,) in rows)
+
+
+class _Transaction:
+    """BEGIN IMMEDIATE … COMMIT: the term and head that were checked are still so at the write."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._connection.execute("COMMIT" if kind is None else "ROLLBACK")

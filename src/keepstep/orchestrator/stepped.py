@@ -1,0 +1,84 @@
+"""One step of the loop: the event, what was decided about it, and how it is kept and told.
+
+A step is written to the journal, its orders leave, and its record goes to /v1/events and the log;
+all three say the same sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep import wire
+from keepstep.model import JobId
+from keepstep.orchestrator import brain, events
+from keepstep.orchestrator.journal import Entry
+
+
+@dataclass(slots=True)
+class Waiting:
+    """One event in the inbox, and who waits for its decision."""
+
+    event: events.Event
+    decided: asyncio.Future[brain.Decision] | None = None
+
+
+@dataclass(slots=True)
+class Stepped:
+    """One step that is not on disk yet."""
+
+    waiting: Waiting
+    decision: brain.Decision
+    jobs: tuple[JobId, ...]
+    phases: dict[str, str]
+    """Where those jobs were after the step; the cluster itself goes on to the next step."""
+    now: float
+
+
+def to_be_kept(decision: brain.Decision) -> bool:
+    return decision.changed or bool(decision.orders)
+
+
+def jobs_touched(event: events.Event, decision: brain.Decision) -> tuple[JobId, ...]:
+    """The jobs that a step is about, or changed, or gave orders for: it goes into their chains."""
+    touched = {order.job for order in decision.orders}
+    touched |= {note.job for note in decision.notes}
+    touched |= {events.job_of(event) or JobId("")}
+    return tuple(sorted(touched - {JobId("")}))
+
+
+def entry_of(done: Stepped) -> Entry:
+    body = {
+        "event": events.to_plain(done.waiting.event),
+        "now": done.now,
+        "orders": [_order_line(order) for order in done.decision.orders],
+        "why": done.decision.why,
+    }
+    return Entry(done.jobs, body)
+
+
+def _order_line(order: wire.Order) -> dict[str, Any]:
+    """An order as the journal names it; replaying the event gives the whole of it again."""
+    kind = type(order.action).__name__
+    number = len(order.nodes)
+    return {"generation": order.generation, "id": order.order_id, "kind": kind, "nodes": number}
+
+
+def record_of(seq: int, done: Stepped) -> dict[str, Any]:
+    """One decision as /v1/events and the log show it."""
+    event = done.waiting.event
+    return {
+        "seq": seq,
+        "at": done.now,
+        "kind": type(event).__name__,
+        "jobs": list(done.jobs),
+        "node": getattr(event, "node", None),
+        "why": done.decision.why,
+        "phases": done.phases,
+        "notes": [
+            {"job": note.job, "incident": note.incident, "phase": note.phase, "why": note.why}
+            for note in done.decision.notes
+        ],
+        "orders": [f"{type(o.action).__name__} to {len(o.nodes)}" for o in done.decision.orders],
+    }

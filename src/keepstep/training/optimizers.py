@@ -1,0 +1,87 @@
+"""What an optimizer holds: its state by parameter, its settings, and both taken back in place.
+
+Of ZeRO's optimizer the one inside is meant, which has the state of this rank's own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from keepstep.training import zero
+from keepstep.training.holders import is_distributed, local_of
+from keepstep.training.plain import shaped_like
+
+
+def holds_tensors(state: Any) -> bool:
+    if isinstance(state, Mapping):
+        return any(map(holds_tensors, state.values()))
+    if isinstance(state, list | tuple | set):
+        return any(map(holds_tensors, state))
+    return isinstance(state, torch.Tensor)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    found: dict[torch.Tensor, dict[str, Any]] = zero.inside(optimizer).state
+    return found
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def plain_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    state = [
+        {k: v for k, v in state_of(optimizer).get(p, {}).items() if not isinstance(v, torch.Tensor)}
+        for p in parameters_of(optimizer)
+    ]
+    return {"groups": groups, "state": state}
+
+
+def load_hidden(optimizer: torch.optim.Optimizer, state: Sequence[Mapping[str, Any]]) -> None:
+    for parameter, values in zip(parameters_of(optimizer), state, strict=True):
+        if values:
+            state_of(optimizer)[parameter].update(values)
+
+
+def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in values.items():
+            # A tensor learning rate (capturable optimizers) must stay the same object.
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = shaped_like(group.get(key), value)
+
+
+def conform_state(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    wanted: dict[str, tuple[str, list[int], bool]],
+) -> None:
+    states = state_of(optimizer)
+    state = states.get(parameter, {})
+    for key in [k for k, v in state.items() if isinstance(v, torch.Tensor) and k not in wanted]:
+        del state[key]
+    if not wanted:
+        if not state:
+            states.pop(parameter, None)
+        return
+    state = states[parameter]
+    for key, (dtype_name, shape, cut) in wanted.items():
+        dtype = getattr(torch, dtype_name.removeprefix("torch."))
+        held = state.get(key)
+        if isinstance(held, torch.Tensor) and is_distributed(held) == cut:
+            local = local_of(held)
+            if (local.dtype, list(local.shape)) == (dtype, shape):
+                continue
+        if cut:
+            state[key] = torch.zeros_like(parameter, dtype=dtype)
+        else:
+            # Step counters live on the CPU in torch's optimizers; moments live with the parameter.
+            like = shape == list(parameter.shape)
+            device = parameter.device if like else torch.device("cpu")
+            state[key] = torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,85 @@
+"""What a step leaves with this rank alone, recorded as soon as it is known.
+
+    early   after the forward pass: it travels to its second home while gradients are computed
+    late    after the backward pass, before the update; all ranks vote once more in each step
+
+Early is the rule. Where a backward pass changes such state (activation checkpointing runs a block
+of the forward pass again, its BatchNorm and its draws of Python's generator with it), or random
+numbers are drawn before the update, the two moments differ. That is found by comparison in the
+first steps and told to all ranks, which record late from then on, together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from keepstep.training.private import EntryWriter
+from keepstep.training.uncovered import is_watched
+
+if TYPE_CHECKING:
+    from keepstep.training.keeper import Keeper
+
+
+class Recorder:
+    """One per protected process."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._writer = EntryWriter()
+        self.late = False
+        """All ranks have agreed to record after the backward pass."""
+        self.changed = False
+        """Here a backward pass changed what had been recorded before it."""
+        self._recorded = -1
+        """The boundary whose entry this attempt has recorded."""
+        self._early = b""
+
+    def begin(self) -> None:
+        self._recorded, self._early = -1, b""
+
+    @property
+    def missing(self) -> bool:
+        """Has this attempt recorded nothing yet?"""
+        return self._recorded != self._keeper.boundary.step + 1
+
+    def entry(self) -> bytes:
+        """This boundary's entry, between two steps."""
+        keeper = self._keeper
+        assert keeper.cursor is not None, "a step has a cursor"
+        return self._write(keeper.boundary.step, keeper.cursor.position())
+
+    def record(self, *, early: bool) -> None:
+        """The coming boundary's entry, on its way to both of its homes."""
+        keeper = self._keeper
+        payload = self._coming()
+        self._recorded = keeper.boundary.step + 1
+        if early and not self.changed and is_watched(keeper.boundary.step):
+            self._early = payload
+        keeper.homes.put(self._recorded, payload)
+
+    def compare(self) -> bool:
+        """After the backward pass: True if it has changed what was recorded before it."""
+        early, self._early = self._early, b""
+        if not early or early == self._coming():
+            return False
+        self.changed = True
+        return True
+
+    def wishes(self) -> tuple[bool, bool]:
+        """For all ranks to see: should everybody record late, and does this rank already?"""
+        return self.changed or self.late, self.late
+
+    def agree(self, wishes: Sequence[Sequence[Any]]) -> bool:
+        """What all ranks said leads all to the same. True: from here on they record late."""
+        newly = any(row[0] for row in wishes) and not all(row[1] for row in wishes)
+        self.late = self.late or newly
+        return newly
+
+    def _coming(self) -> bytes:
+        keeper = self._keeper
+        assert keeper.cursor is not None, "a step has a cursor"
+        return self._write(keeper.boundary.step + 1, keeper.cursor.position_after())
+
+    def _write(self, boundary: int, position: dict[str, int]) -> bytes:
+        return self._writer.entry(boundary, position, self._keeper.registry.private_tensors())
