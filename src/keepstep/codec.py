@@ -68,7 +68,8 @@ def dumps(plain: object) -> bytes:
 def loads(data: bytes | str) -> Any:
     """Decode JSON; anything malformed is a WireError, never a crash."""
     try:
-        return json.loads(data)
+        # Given bytes, json would first look which of five encodings they have.
+        return json.loads(data if isinstance(data, str) else data.decode())
     except (ValueError, RecursionError) as error:
         raise WireError(f"not JSON: {error}") from error
 

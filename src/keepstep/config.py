@@ -75,9 +75,9 @@ class OrchestratorConfig:
     inbox_events_max: int = 20_000
     """Events that may wait for the brain; beyond it the agents' streams are read more slowly.
     Room for one from every agent of the largest cluster."""
-    outbox_messages_max: int = 1000
-    """Messages that may wait for one agent; one that falls further behind is dropped, reconnects,
-    and is told again what it needs."""
+    outbox_bytes_max: int = 32 * 1024 * 1024
+    """What may wait for one agent; one that falls further behind is dropped, reconnects, and is
+    told again what it needs. The largest order of a job of 16,384 ranks fits thirty times."""
     connections_max: int = 16_384
     """Open connections: 12,500 agents and some operators. Beyond it a client is told to wait."""
     history_entries_max: int = 1000

@@ -12,7 +12,8 @@ function; its code is in keepstep/training/capsule.py.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from keepstep import codec
@@ -409,7 +410,7 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An instruction, fenced by term and generation, the same bytes for all its nodes."""
+    """An instruction, fenced by term and generation, the same for all its nodes."""
 
     term: Term
     generation: Generation
@@ -435,6 +436,8 @@ class Pulse:
 
     term: Term
     heads: dict[str, str] = field(default_factory=dict)
+    beat_seconds: float = 0.5
+    """How often it wants to hear of the node: the more nodes, the more seldom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,6 +590,23 @@ def encode(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def frames(order: Order) -> Iterator[tuple[NodeId, bytes]]:
+    """An order as each of its nodes gets it: encoded once, and addressed to that node alone.
+
+    The names of 2,048 nodes would be most of it.
+    """
+    whole = codec.dumps(to_plain(replace(order, nodes=())))
+    # Keys are sorted and the action comes first: the last one is the order's own. A quote inside
+    # of a string is escaped.
+    before, empty, after = whole.rpartition(b'"nodes":[]')
+    assert empty, "an order has nodes"
+    for node in order.nodes:
+        body = b"".join((before, b'"nodes":', codec.dumps([node]), after))
+        if len(body) > FRAME_BYTES_MAX:
+            raise WireError(f"an order of {len(body)} bytes is over the limit")
+        yield node, _LENGTH.pack(len(body)) + body
+
+
 def decode(frame: bytes) -> Message:
     """The message in one frame's body (without its length)."""
     return from_plain(codec.loads(frame))
@@ -648,24 +668,34 @@ async def read(stream: _Reader) -> Message:
 
 
 class Decoder:
-    """Frames out of a byte stream that arrives in pieces, for the synchronous side."""
+    """Frames out of a byte stream that arrives in pieces."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        self._buffer += data
         messages: list[Message] = []
-        while len(self._buffer) >= _LENGTH.size:
-            end = _LENGTH.size + _frame_bytes(bytes(self._buffer[: _LENGTH.size]))
-            if len(self._buffer) < end:
+        # Most often a piece is one whole frame, and nothing has to be kept.
+        known: bytes | bytearray = data
+        if self._buffer:
+            self._buffer += data
+            known = self._buffer
+        at, size = 0, len(known)
+        while size - at >= _LENGTH.size:
+            begin = at + _LENGTH.size
+            end = begin + _frame_bytes(known[at:begin])
+            if size < end:
                 break
-            messages.append(decode(bytes(self._buffer[_LENGTH.size : end])))
-            del self._buffer[:end]
+            messages.append(decode(bytes(known[begin:end])))
+            at = end
+        if known is data:
+            self._buffer += data[at:]
+        else:
+            del self._buffer[:at]
         return messages
 
 
-def _frame_bytes(prefix: bytes) -> int:
+def _frame_bytes(prefix: bytes | bytearray) -> int:
     (length,) = _LENGTH.unpack(prefix)
     if length > FRAME_BYTES_MAX:
         raise WireError(f"a frame of {length} bytes is over the limit of {FRAME_BYTES_MAX}")

@@ -3,6 +3,7 @@ from __future__ import annotations
 from keepstep.model import Generation, JobId, NodeId
 from keepstep.orchestrator.liveness import (
     Witness,
+    beat_seconds,
     last_known,
     own_lateness,
     quiet_nodes,
@@ -108,3 +109,17 @@ def test_a_vouched_node_is_not_silent_before_its_voucher_is_old():
 
 def test_two_missed_heartbeats_make_a_node_quiet_long_before_it_is_silent():
     assert quiet_nodes(heard(a=10.0, b=9.0, c=8.9), 10.0) == {"c"}
+
+
+def test_many_agents_are_asked_to_speak_less_often_but_twice_before_they_count_as_silent():
+    assert beat_seconds(10, 3.5) == 0.5
+    assert beat_seconds(4000, 3.5) == 0.5
+    assert beat_seconds(8000, 3.5) == 1.0
+    assert 2 * beat_seconds(100_000, 3.5) < 3.5
+    assert 2 * beat_seconds(100_000, 1.0) < 1.0
+
+
+def test_a_node_is_quiet_after_two_heartbeats_whatever_their_pace():
+    known = heard(a=10.0, b=12.0)
+    assert quiet_nodes(known, 12.5) == {"a"}
+    assert quiet_nodes(known, 12.5, 1.5) == set()

@@ -318,11 +318,11 @@ def test_a_leader_that_is_cut_off_for_a_lease_sends_its_agents_away_and_gives_up
             writing = asyncio.create_task(scene.loop._until_written([Waiting(SUBMITTED)]))
             await asyncio.sleep(0)
             scene.clock.advance_to(scene.clock.now() + 8.0)
-            scene.loop._pulse()
+            scene.loop._send_away_if_cut_off()
             assert (scene.loop.cut_off, scene.stream.dropped) == ("", "")
             scene.clock.advance_to(scene.clock.now() + 60.0)
             assert "another may lead" in scene.loop.cut_off
-            scene.loop._pulse()
+            scene.loop._send_away_if_cut_off()
             assert scene.stream.dropped == scene.loop.cut_off
             await scene.loop._judge_silence(scene.clock.monotonic())
             await scene.loop._link_ended(scene.stream)  # type: ignore[arg-type]

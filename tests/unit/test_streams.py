@@ -2,67 +2,229 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 from keepstep import wire
-from keepstep.model import NodeId
-from keepstep.orchestrator.streams import AgentStream
+from keepstep.clock import RealClock
+from keepstep.model import JobId, NodeId, Term
+from keepstep.orchestrator.pulses import SLICE, Frames, spread
+from keepstep.orchestrator.streams import MESSAGES_MAX, AgentStream, Line, listen
+
+NODE = NodeId("n")
 
 
-async def connected(
-    outbox_messages_max: int,
-) -> tuple[AgentStream, asyncio.StreamReader, asyncio.StreamWriter, asyncio.Server]:
+class Scene:
     """Our end of an agent's stream, and the agent's end."""
-    ours: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
-    ours = asyncio.get_running_loop().create_future()
-    server = await asyncio.start_server(
-        lambda reader, writer: ours.set_result((reader, writer)), "127.0.0.1", 0
-    )
-    port = server.sockets[0].getsockname()[1]
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    stream = AgentStream(NodeId("n"), *await ours, outbox_messages_max=outbox_messages_max)
-    return stream, reader, writer, server
+
+    def __init__(self) -> None:
+        self.beats: list[wire.Heartbeat] = []
+
+    async def connect(self, outbox_bytes_max: int = 10_000, early: bytes = b"") -> AgentStream:
+        """`early` has arrived before anybody listens."""
+        loop = asyncio.get_running_loop()
+        ours: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+        ours = loop.create_future()
+
+        def line() -> Line:
+            reader = asyncio.StreamReader(limit=1024, loop=loop)
+            return Line(reader, lambda *both: ours.set_result(both), loop)
+
+        self.server = await loop.create_server(line, "127.0.0.1", 0)
+        port = self.server.sockets[0].getsockname()[1]
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", port)
+        # Something is always read before: the Hello.
+        self.writer.write(b"hello" + early)
+        reader, writer = await ours
+        assert await reader.readexactly(5) == b"hello"
+        stream = AgentStream(
+            NODE,
+            writer,
+            lambda _, beat: self.beats.append(beat),
+            outbox_bytes_max=outbox_bytes_max,
+        )
+        await listen(stream, reader, writer)
+        return stream
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+        self.server.close()
+        await self.server.wait_closed()
+
+
+def frame(why: str) -> bytes:
+    return wire.encode(wire.Refused(why))
 
 
 def test_an_agent_that_does_not_read_is_dropped_at_the_bound():
     async def scene() -> None:
-        stream, _, writer, server = await connected(5)
-        frame = b"x" * (4 * 1024 * 1024)
+        here = Scene()
+        stream = await here.connect(outbox_bytes_max=10_000)
         for _ in range(50):
-            stream.send(frame)
-            await asyncio.sleep(0)
+            stream.send(b"x" * (4 * 1024 * 1024))
             if stream.dropped:
                 break
-        assert stream.dropped == "5 messages behind"
-        stream.send(frame)  # Harmless on a dropped stream.
+        assert stream.dropped.endswith("bytes behind")
+        stream.send(b"x")  # Harmless on a dropped stream.
         assert [message async for message in stream.messages()] == []
-        await close(writer, server)
+        await here.close()
+
+    run(scene())
+
+
+def test_an_agent_that_takes_nothing_for_long_is_dropped(monkeypatch):
+    async def scene() -> None:
+        here = Scene()
+        stream = await here.connect(outbox_bytes_max=2**40)
+        now = 100.0
+        monkeypatch.setattr("keepstep.orchestrator.streams.monotonic", lambda: now)
+        stream.send(b"x" * (64 * 1024 * 1024))
+        now += 9.0
+        stream.send(b"x")
+        assert stream.dropped == ""
+        now += 2.0
+        stream.send(b"x")
+        assert stream.dropped == "took not all of it for 10 s"
+        await here.close()
 
     run(scene())
 
 
 def test_messages_arrive_in_order_and_the_end_of_the_stream_ends_them():
     async def scene() -> None:
-        stream, reader, writer, server = await connected(10)
+        here = Scene()
+        stream = await here.connect()
         for term in (1, 2, 3):
-            stream.send(wire.encode(wire.Refused(str(term))))
-        assert [(await wire.read(reader)).why for _ in range(3)] == ["1", "2", "3"]
-        writer.write(wire.encode(wire.Heartbeat(NodeId("n"))))
-        writer.close()
-        assert [type(m).__name__ async for m in stream.messages()] == ["Heartbeat"]
+            stream.send(frame(str(term)))
+        assert [(await wire.read(here.reader)).why for _ in range(3)] == ["1", "2", "3"]
+        here.writer.write(wire.encode(wire.Heartbeat(NODE)) + frame("4") + frame("5"))
+        here.writer.close()
+        assert [m.why async for m in stream.messages()] == ["4", "5"]
+        assert here.beats == [wire.Heartbeat(NODE)]
         assert stream.dropped == ""
-        stream.drop("the end")
-        await close(writer, server)
+        await here.close()
 
     run(scene())
 
 
+def test_what_arrived_before_anybody_listened_is_heard_first():
+    async def scene() -> None:
+        here = Scene()
+        early, late = frame("early"), frame("cut in two")
+        stream = await here.connect(early=early + late[:7])
+        here.writer.write(late[7:] + frame("late"))
+        here.writer.write_eof()
+        assert [m.why async for m in stream.messages()] == ["early", "cut in two", "late"]
+        await here.close()
+
+    run(scene())
+
+
+def test_an_end_that_came_before_anybody_listened_ends_the_stream():
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        ours = loop.create_future()
+        line = Line(asyncio.StreamReader(), lambda *both: ours.set_result(both), loop)
+        server = await loop.create_server(lambda: line, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"hello" + frame("last words"))
+        writer.write_eof()
+        reader, ours_writer = await ours
+        await reader.readexactly(5)
+        # The end has arrived, and words before it are still unread.
+        await until(lambda: reader._eof)
+        stream = AgentStream(NODE, ours_writer, print, outbox_bytes_max=1)
+        await listen(stream, reader, ours_writer)
+        assert [m.why async for m in stream.messages()] == ["last words"]
+        writer.close()
+        ours_writer.close()
+        server.close()
+        await server.wait_closed()
+
+    run(scene())
+
+
+def test_an_agent_that_talks_faster_than_it_is_heard_has_to_wait():
+    async def scene() -> None:
+        here = Scene()
+        stream = await here.connect()
+        number = 40 * MESSAGES_MAX
+        pad = "x" * 20_000
+        sending = asyncio.create_task(send_all(here.writer, [frame(pad)] * number))
+        await until(lambda: not stream.transport.is_reading())
+        assert len(stream._messages) < number
+        heard = 0
+        async for _ in stream.messages():
+            heard += 1
+            if heard == number:
+                break
+        await sending
+        await here.close()
+
+    run(scene())
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if is_so():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came")
+
+
+async def send_all(writer: asyncio.StreamWriter, frames: list[bytes]) -> None:
+    for each in frames:
+        writer.write(each)
+        await writer.drain()
+
+
 def test_a_message_that_cannot_be_read_ends_the_stream_with_its_reason():
     async def scene() -> None:
-        stream, _, writer, server = await connected(10)
-        writer.write(b"\x00\x00\x00\x02{}")
+        here = Scene()
+        stream = await here.connect()
+        here.writer.write(b"\x00\x00\x00\x02{}")
         assert [message async for message in stream.messages()] == []
         assert "v, kind and body" in stream.dropped
-        await close(writer, server)
+        await here.close()
+
+    run(scene())
+
+
+# ---------------------------------------------------------------- pulses
+
+
+class FakeStream:
+    dropped = ""
+
+    def __init__(self, node: str) -> None:
+        self.node = NodeId(node)
+        self.sent: list[bytes] = []
+
+    def send(self, frame: bytes) -> None:
+        self.sent.append(frame)
+
+
+def test_an_agent_is_told_the_heads_of_its_own_jobs_only():
+    frames = Frames(Term(3), {"a": "7f", "b": "01"}, 1.5)
+    of_a = wire.decode(frames.of([JobId("a"), JobId("a"), JobId("unknown")])[4:])
+    assert of_a == wire.Pulse(Term(3), {"a": "7f"}, 1.5)
+    assert wire.decode(frames.of([])[4:]) == wire.Pulse(Term(3), {}, 1.5)
+    assert frames.of([JobId("a"), JobId("b")]) is frames.of([JobId("b"), JobId("a")])
+
+
+def test_pulses_are_spread_and_each_stream_gets_one():
+    streams = {NodeId(f"n{i}"): FakeStream(f"n{i}") for i in range(3 * SLICE + 1)}
+
+    async def scene() -> None:
+        sending = asyncio.create_task(
+            spread(streams, lambda: Frames(Term(1), {}, 0.5), lambda node: (), 0.2, RealClock())
+        )
+        await asyncio.sleep(0)
+        assert sum(bool(stream.sent) for stream in streams.values()) == SLICE, "not all at once"
+        await sending
+        assert all(len(stream.sent) == 1 for stream in streams.values())
 
     run(scene())
 
@@ -73,11 +235,3 @@ def run(scene) -> None:
             await scene
 
     asyncio.run(bounded())
-
-
-async def close(writer: asyncio.StreamWriter, server: asyncio.Server) -> None:
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    server.close()
-    await server.wait_closed()

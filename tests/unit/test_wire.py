@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import typing
 from enum import Enum
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from keepstep import codec, wire
 from keepstep.errors import WireError
-from keepstep.model import JobSpec, Policy
+from keepstep.model import Generation, JobId, JobSpec, NodeId, OrderId, Policy, Term
 
 SCALARS: dict[object, st.SearchStrategy[object]] = {
     str: st.text(max_size=8),
@@ -131,3 +133,24 @@ def test_a_flag_is_no_number_on_the_wire() -> None:
     with pytest.raises(WireError, match="expected int"):
         codec.from_plain(JobSpec, {"job": "j", "script": "s", "nodes": True})
     assert codec.from_plain(Policy, {"hold_seconds_max": 5}).hold_seconds_max == 5.0
+
+
+def test_each_node_gets_an_order_addressed_to_it_alone():
+    spec = JobSpec(JobId("j"), "train.py", arguments=('"nodes":[]',))
+    nodes = tuple(NodeId(f'n"{i}') for i in range(3))
+    order = wire.Order(
+        Term(1), Generation(2), OrderId("o"), JobId("j"), nodes, wire.StartStandby(spec, 1)
+    )
+    told = {node: wire.decode(frame[4:]) for node, frame in wire.frames(order)}
+    assert told == {node: dataclasses.replace(order, nodes=(node,)) for node in nodes}
+
+
+@given(st.lists(st.sampled_from(["", "a", "b" * 300]), max_size=6), st.data())
+def test_frames_are_found_however_the_bytes_are_cut(whys: list[str], data: st.DataObject):
+    messages = [wire.Refused(why) for why in whys]
+    stream = b"".join(map(wire.encode, messages))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    decoder, found = wire.Decoder(), []
+    for begin, end in itertools.pairwise([0, *cuts, len(stream)]):
+        found += decoder.feed(stream[begin:end])
+    assert found == messages

@@ -28,6 +28,8 @@ TEE_SECONDS = 0.25
 """Between two looks at output that somebody reads along."""
 LOOK_SECONDS_MIN = 0.02
 HEARTBEAT_SECONDS = 0.5
+"""Until the orchestrator says otherwise; in a large cluster it wants to hear less."""
+HEARTBEAT_SECONDS_MAX = 5.0
 STALLED_AGAIN_SECONDS = 0.5
 
 
@@ -49,6 +51,7 @@ class Probes:
         self._send = send
         self._jobs: dict[JobId, _JobWatch] = {}
         self._heads: dict[str, str] = {}
+        self._beat_seconds = HEARTBEAT_SECONDS
         self._counted: dict[tuple[JobId, Rank], int] = {}
         """Whose page was read for a rank: it has two workers here while it moves."""
 
@@ -66,7 +69,7 @@ class Probes:
             ends = self._judge(readings, now)
             if now >= heartbeat_due:
                 self._send(self._heartbeat(readings))
-                heartbeat_due = now + 0.9 * HEARTBEAT_SECONDS
+                heartbeat_due = now + 0.9 * self._beat_seconds
             due = min(now + PROBE_SECONDS, max(ends, now + LOOK_SECONDS_MIN))
             await self._doze(due)
 
@@ -78,6 +81,10 @@ class Probes:
             if left <= 0:
                 return
             await asyncio.sleep(min(left, TEE_SECONDS) if self._tee.following else left)
+
+    def set_pace(self, seconds: float) -> None:
+        """How often to send a heartbeat."""
+        self._beat_seconds = min(max(seconds, HEARTBEAT_SECONDS), HEARTBEAT_SECONDS_MAX)
 
     def set_heads(self, heads: Mapping[str, str]) -> None:
         """Lend the journal's heads to the pages, for the jobs' own step logs."""

@@ -197,6 +197,7 @@ class Agent:
                 if self._current(message.term, "pulse"):
                     self.stream.accepted()
                     self.probes.set_heads(message.heads)
+                    self.probes.set_pace(message.beat_seconds)
                 else:
                     # A deposed leader has nothing to say; another endpoint has.
                     self.stream.drop()

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ EXIT_DEPOSED = 3
 
 def main(arguments: list[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
+    _allow_many_files()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         config = load(OrchestratorConfig, asked.config, os.environ)
@@ -116,6 +118,12 @@ def log(event: str, **facts: object) -> None:
     """One line per event: its name, then what is known about it, as JSON."""
     facts = {name: value for name, value in facts.items() if value not in (None, "", [], {})}
     logging.getLogger("keepstep.orchestrator").info("%s %s", event, codec.dumps(facts).decode())
+
+
+def _allow_many_files() -> None:
+    """One connection per agent; what a shell allows by default is made for other programs."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _token(path: Path) -> str:

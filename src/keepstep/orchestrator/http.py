@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -20,6 +22,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from keepstep import codec
 from keepstep.errors import KeepstepError
+from keepstep.orchestrator.streams import Line
 
 HEAD_BYTES_MAX = 16 * 1024
 BODY_BYTES_MAX = 1024 * 1024
@@ -27,6 +30,10 @@ REQUEST_SECONDS_MAX = 10.0
 """From the first byte awaited to the last byte of the body."""
 WRITE_SECONDS_MAX = 10.0
 """A reader that takes nothing for this long is gone."""
+ACCEPTED_AT_ONCE = 50
+"""Connections that are let in before everybody else is served again: asyncio's `backlog`."""
+WAITING_MAX = 4096
+"""Connections that the kernel keeps for us (at most net.core.somaxconn)."""
 LINGER_SECONDS_MAX = 0.5
 """How long a refused client may take to read why."""
 
@@ -161,9 +168,18 @@ class HttpServer:
     async def listen(self, host: str, port: int) -> int:
         """Start to listen, and return the port."""
         # The reader's limit bounds the head; an agent's frames are read past it in pieces.
-        self._server = await asyncio.start_server(
-            self._connected, host, port, limit=HEAD_BYTES_MAX, backlog=1024
-        )
+        loop = asyncio.get_running_loop()
+
+        def line() -> Line:
+            reader = asyncio.StreamReader(limit=HEAD_BYTES_MAX, loop=loop)
+            return Line(reader, self._connected, loop)
+
+        self._server = await loop.create_server(line, host, port, backlog=ACCEPTED_AT_ONCE)
+        for listening in self._server.sockets:
+            # After a change of leaders thousands come back at once: they wait in the kernel, not
+            # here, where those who were let in want to be heard.
+            with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                same.listen(WAITING_MAX)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:

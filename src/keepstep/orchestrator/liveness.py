@@ -8,7 +8,7 @@ more period, in which a real loss of that size will still be there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.model import Generation, JobId, NodeId
@@ -17,9 +17,16 @@ from keepstep.wire import Heartbeat, JobPulse
 MASS_NODES_MIN = 3
 """Fewer silent nodes than this are never put down to ourselves: small clusters lose two at once."""
 
-QUIET_SECONDS = 1.0
-"""Two heartbeats: a node that says nothing for longer is looked at more often."""
+BEAT_SECONDS_MIN = 0.5
+BEATS_PER_SECOND_MAX = 8000
+"""What one core takes in beside its other work, with TLS."""
+BEATS_PER_SILENCE = 2.3
+"""Heartbeats that a node may send before it counts as silent: two may be late, never the third."""
+QUIET_BEATS = 2
+"""A node that has missed so many is looked at more often."""
 QUIET_LOOK_SECONDS = 0.25
+LOOKS_PER_SECOND_MAX = 5_000
+"""At quiet nodes, of 10 microseconds each."""
 
 VOUCH_STEPS = 3
 """So far ahead a rank gets only with contributions that all others made meanwhile: one step may
@@ -83,10 +90,35 @@ class Liveness:
     witness: Witness = field(default_factory=Witness)
     vouched: dict[NodeId, float] = field(default_factory=dict)
 
+    def jobs_on(self, node: NodeId) -> tuple[JobId, ...]:
+        """By its last heartbeat."""
+        beat = self.heartbeats.get(node)
+        return tuple(pulse.job for pulse in beat.jobs) if beat else ()
 
-def quiet_nodes(last_heard: Mapping[NodeId, float], now: float) -> set[NodeId]:
+    def hear(self, beat: Heartbeat, now: float) -> None:
+        self.last_heard[beat.node] = now
+        self.heartbeats[beat.node] = beat
+        for pulse in beat.jobs:
+            self.witness.hear(pulse)
+
+
+def beat_seconds(nodes: int, silent_seconds_max: float) -> float:
+    """How often agents should speak: often, as long as there are not too many of them."""
+    wanted = max(BEAT_SECONDS_MIN, nodes / BEATS_PER_SECOND_MAX)
+    return min(wanted, silent_seconds_max / BEATS_PER_SILENCE)
+
+
+def quiet_nodes(
+    last_heard: Mapping[NodeId, float], now: float, beat_seconds: float = BEAT_SECONDS_MIN
+) -> set[NodeId]:
     """Nodes that have missed a heartbeat or two."""
-    return {node for node, heard in last_heard.items() if now - heard > QUIET_SECONDS}
+    since = now - QUIET_BEATS * beat_seconds
+    return {node for node, heard in last_heard.items() if heard < since}
+
+
+def look_seconds(quiet: Collection[NodeId]) -> float:
+    """How soon to look again: where thousands are quiet at once, a look at each costs time."""
+    return max(QUIET_LOOK_SECONDS, len(quiet) / LOOKS_PER_SECOND_MAX)
 
 
 def last_known(heard: float, vouched: float | None) -> float:

@@ -35,21 +35,24 @@ from keepstep.model import NodeId, Term
 from keepstep.orchestrator import brain, events, nodes, state, view
 from keepstep.orchestrator.journal import Journal, Standing
 from keepstep.orchestrator.liveness import (
-    QUIET_LOOK_SECONDS,
     Liveness,
+    beat_seconds,
+    look_seconds,
     own_lateness,
     quiet_nodes,
     silent_nodes,
 )
+from keepstep.orchestrator.pulses import Frames, spread
 from keepstep.orchestrator.stepped import (
     Stepped,
+    Told,
     Waiting,
     entry_of,
     jobs_touched,
     record_of,
     to_be_kept,
 )
-from keepstep.orchestrator.streams import AgentStream, refuse
+from keepstep.orchestrator.streams import AgentStream, listen, refuse
 
 TICK_SECONDS_MIN = 0.02
 """The shortest time between two ticks."""
@@ -93,8 +96,7 @@ class Orchestrator:
         self._rereads = 0
         self._hurried = asyncio.Event()
         """Set by each step that changed something: the next tick may be due earlier now."""
-        self.history: deque[dict[str, Any]] = deque(maxlen=config.history_entries_max)
-        self._told = asyncio.Event()
+        self._told = Told(config.history_entries_max)
         self._heads: dict[str, str] = {}
         self._wrote(journal.begin_term())
         self.cluster, moment = self._restore()
@@ -106,11 +108,12 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Lead until cancelled, or until deposed (which raises)."""
-        beats = asyncio.create_task(self._beat())
+        beats = [asyncio.create_task(self._beat()), asyncio.create_task(self._pulse())]
         try:
             await self._work()
         finally:
-            beats.cancel()
+            for task in beats:
+                task.cancel()
             for stream in tuple(self._streams.values()):
                 stream.drop("the orchestrator is leaving")
 
@@ -151,20 +154,13 @@ class Orchestrator:
         plain["pulses"] = [codec.to_plain(beat) for beat in self._alive.heartbeats.values()]
         return plain
 
-    async def told(self, after: int) -> AsyncIterator[dict[str, Any] | None]:
+    def told(self, after: int) -> AsyncIterator[dict[str, Any] | None]:
         """Decisions after a seq as they happen; None every few seconds, to show that we live."""
-        while True:
-            # Taken before the look: a decision made while the caller is busy is not missed.
-            more = self._told
-            for record in tuple(self.history):
-                if record["seq"] > after:
-                    after = record["seq"]
-                    yield record
-            try:
-                async with asyncio.timeout(5.0):
-                    await more.wait()
-            except TimeoutError:
-                yield None
+        return self._told.follow(after)
+
+    @property
+    def history(self) -> deque[dict[str, Any]]:
+        return self._told.records
 
     # ---------------------------------------------------------------- restore
 
@@ -313,8 +309,7 @@ class Orchestrator:
 
     def _send(self, decision: brain.Decision) -> None:
         for order in decision.orders:
-            frame = wire.encode(order)
-            for node in order.nodes:
+            for node, frame in wire.frames(order):
                 # A node without a stream is told when it says Hello.
                 if stream := self._streams.get(node):
                     stream.send(frame)
@@ -325,18 +320,15 @@ class Orchestrator:
     def _tell(self, steps: list[Stepped]) -> None:
         if not steps:
             return
-        last_seq = self._standing.seq
-        for offset, done in enumerate(steps):
-            seq = last_seq - len(steps) + 1 + offset
-            record = record_of(seq, done)
-            self.history.append(record)
+        first = self._standing.seq - len(steps) + 1
+        records = [record_of(seq, done) for seq, done in enumerate(steps, first)]
+        for record in records:
             self._log("decided", **record)
-        self._told.set()
-        self._told = asyncio.Event()
+        self._told.tell(records)
 
     def _snapshot_if_due(self) -> None:
         grown = self._standing.seq - self._snapshot_seq
-        due = self._config.snapshot_entries
+        due = max(self._config.snapshot_entries, len(self.cluster.nodes))
         # Not in the middle of a recovery, where every millisecond counts, unless long overdue.
         if grown < due or (grown < 4 * due and brain.due(self.cluster) is not None):
             return
@@ -367,18 +359,17 @@ class Orchestrator:
                 self._log("loop.late", seconds=round(late, 3), why="deadlines pushed back")
                 heard = self._alive.last_heard
                 self._alive.last_heard = {n: min(now, at + late) for n, at in heard.items()}
-            quiet = quiet_nodes(self._alive.last_heard, now)
+            quiet = quiet_nodes(self._alive.last_heard, now, self._beat_seconds())
             await self._hear_witnesses(quiet, now)
             await self._judge_silence(now)
             if now >= pulse_due:
                 pulse_due = now + self._config.pulse_seconds
-                self._pulse()
             if now >= tick_due:
                 if not (self._tick_waiting or self._inbox.full()):
                     self._tick_waiting, self._tick_due = True, tick_due
                     await self._inbox.put(Waiting(events.Tick()))
                 tick_due = now + self._until_tick()
-            look_due = min(pulse_due, now + QUIET_LOOK_SECONDS) if quiet else pulse_due
+            look_due = min(pulse_due, now + look_seconds(quiet)) if quiet else pulse_due
             tick_due = await self._doze(tick_due, look_due)
             woken_due = min(tick_due, look_due)
 
@@ -408,6 +399,8 @@ class Orchestrator:
         quiet = silent | cluster.doubtful.keys()
         alive.witness.forget_others(cluster.open_jobs)
         alive.vouched = {node: at for node, at in alive.vouched.items() if node in quiet}
+        if not alive.witness.progress:
+            return
         for node in alive.witness.vouches(nodes.jobs_on(cluster, quiet)):
             alive.vouched[node] = now
             if node in cluster.doubtful:
@@ -429,23 +422,24 @@ class Orchestrator:
             await self._inbox.put(Waiting(events.NodeSilent(node)))
 
     def _silent_seconds_max(self) -> float:
-        limits = [self._config.silent_seconds_max]
-        jobs = self.cluster.jobs
-        limits += [jobs[j].spec.policy.silent_seconds_max for j in self.cluster.open_jobs]
-        return min(limits)
+        return nodes.silent_seconds_max(self.cluster, self._config.silent_seconds_max)
 
-    def _pulse(self) -> None:
-        frame, why = wire.encode(self._own_pulse()), self.cut_off
-        for stream in tuple(self._streams.values()):
-            if why:
+    async def _pulse(self) -> None:
+        seconds = self._config.pulse_seconds
+        while True:
+            self._send_away_if_cut_off()
+            await spread(self._streams, self._frames, self._alive.jobs_on, seconds, self._clock)
+
+    def _send_away_if_cut_off(self) -> None:
+        if why := self.cut_off:
+            for stream in tuple(self._streams.values()):
                 stream.drop(why)
-            else:
-                stream.send(frame)
 
-    def _own_pulse(self) -> wire.Pulse:
-        """The heads of jobs that run: their step logs quote them."""
-        heads = {job: self._heads[job] for job in self.cluster.open_jobs if job in self._heads}
-        return wire.Pulse(self.term, {str(job): head for job, head in heads.items()})
+    def _frames(self) -> Frames:
+        return Frames(self.term, self._heads, self._beat_seconds())
+
+    def _beat_seconds(self) -> float:
+        return beat_seconds(len(self._alive.last_heard), self._silent_seconds_max())
 
     # ---------------------------------------------------------------- agents
 
@@ -467,16 +461,17 @@ class Orchestrator:
             return
         # The token is checked and forgotten: it must not reach the journal.
         hello = dataclasses.replace(hello, token="")
-        limit = self._config.outbox_messages_max
-        stream = AgentStream(hello.node, reader, writer, outbox_messages_max=limit)
+        limit = self._config.outbox_bytes_max
+        stream = AgentStream(hello.node, writer, self._beats, outbox_bytes_max=limit)
         if old := self._streams.get(hello.node):
             old.drop("replaced by a newer connection")
         self._streams[hello.node], self._boots[hello.node] = stream, hello.boot
         self._heard(hello.node)
         self._log("agent.connected", node=hello.node, workers=len(hello.workers))
-        stream.send(wire.encode(self._own_pulse()))
+        stream.send(self._frames().of(fact.job for fact in hello.workers))
         await self._inbox.put(Waiting(hello))
         try:
+            await listen(stream, reader, writer)
             async for message in stream.messages():
                 await self._receive(stream, message)
         finally:
@@ -516,10 +511,6 @@ class Orchestrator:
             return
         self._heard(stream.node)
         match message:
-            case wire.Heartbeat():
-                self._alive.heartbeats[stream.node] = message
-                for pulse in message.jobs:
-                    self._alive.witness.hear(pulse)
             case (
                 wire.Observed()
                 | wire.Stalled()
@@ -531,6 +522,15 @@ class Orchestrator:
                 await self._inbox.put(Waiting(message))
             case _:
                 stream.drop(f"{type(message).__name__} is not for an orchestrator")
+
+    def _beats(self, stream: AgentStream, beat: wire.Heartbeat) -> None:
+        """By far the most frequent message: heard where it arrives, and kept by nobody."""
+        if self._streams.get(stream.node) is not stream:
+            return
+        if beat.node != stream.node:
+            stream.drop("a Heartbeat of another node, or of none")
+            return
+        self._alive.hear(beat, self._clock.monotonic())
 
     def _heard(self, node: NodeId) -> None:
         self._alive.last_heard[node] = self._clock.monotonic()

@@ -7,6 +7,8 @@ all three say the same sentence.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,9 @@ from keepstep import wire
 from keepstep.model import JobId
 from keepstep.orchestrator import brain, events
 from keepstep.orchestrator.journal import Entry
+
+ALIVE_SECONDS = 5.0
+"""A follower that hears nothing for longer may take us for gone."""
 
 
 @dataclass(slots=True)
@@ -82,3 +87,31 @@ def record_of(seq: int, done: Stepped) -> dict[str, Any]:
         ],
         "orders": [f"{type(o.action).__name__} to {len(o.nodes)}" for o in done.decision.orders],
     }
+
+
+class Told:
+    """The newest records, for whoever follows them and whoever comes back."""
+
+    def __init__(self, records_max: int) -> None:
+        self.records: deque[dict[str, Any]] = deque(maxlen=records_max)
+        self._more = asyncio.Event()
+
+    def tell(self, records: Iterable[dict[str, Any]]) -> None:
+        self.records.extend(records)
+        self._more.set()
+        self._more = asyncio.Event()
+
+    async def follow(self, after: int) -> AsyncIterator[dict[str, Any] | None]:
+        """Records after a seq as they come; None every few seconds, to show that we live."""
+        while True:
+            # Taken before the look: a decision made while the caller is busy is not missed.
+            more = self._more
+            for record in tuple(self.records):
+                if record["seq"] > after:
+                    after = record["seq"]
+                    yield record
+            try:
+                async with asyncio.timeout(ALIVE_SECONDS):
+                    await more.wait()
+            except TimeoutError:
+                yield None

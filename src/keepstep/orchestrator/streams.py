@@ -1,20 +1,75 @@
-"""The orchestrator's end of one agent's stream: frames out of a bounded outbox, messages in.
+"""The orchestrator's end of one agent's stream: bounded bytes out, messages in.
 
 An agent that does not keep up is dropped rather than waited for: it reconnects, says what lives on
 its node, and is told again what it needs. Nothing here decides anything.
+
+Thousands of agents send a heartbeat each second or so, and little else. So a stream has no task of
+its own for either direction: frames are read as their bytes arrive, a heartbeat is handed over at
+once, and only the rest waits for whoever asks for messages().
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from time import monotonic
 
 from keepstep import wire
 from keepstep.errors import WireError
 from keepstep.model import NodeId
 
 WRITE_SECONDS_MAX = 10.0
-"""An agent that takes nothing for this long is gone, whatever TCP still believes."""
+"""An agent that does not take all we have for it in this time is gone, whatever TCP believes."""
+MESSAGES_MAX = 64
+"""Messages that may wait to be heard; beyond it the agent's stream is not read for a while."""
+
+
+class Line(asyncio.StreamReaderProtocol):
+    """A connection that begins as a stream to be read and may go on as one that is listened to."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        connected: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None] | None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(reader, connected, loop=loop)
+        self._listener: AgentStream | None = None
+        self._other_side_ended = False
+
+    async def listen(self, listener: AgentStream, reader: asyncio.StreamReader) -> None:
+        """From now on each piece goes to `listener`, and first what the reader has not given out.
+
+        Nobody may read from the reader any more.
+        """
+        self._listener = listener
+        # Its way to hand over all it has: nothing more will be fed to it.
+        reader.feed_eof()
+        if early := await reader.read():
+            listener.feed(early)
+        if self._other_side_ended or listener.transport.is_closing():
+            listener.end()
+        elif not listener.dropped:
+            listener.transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if self._listener is None:
+            super().data_received(data)
+        else:
+            self._listener.feed(data)
+
+    def eof_received(self) -> bool:
+        self._other_side_ended = True
+        if self._listener is None:
+            return bool(super().eof_received())
+        self._listener.end()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._listener is not None:
+            self._listener.end()
+        super().connection_lost(exc)
 
 
 class AgentStream:
@@ -23,56 +78,97 @@ class AgentStream:
     def __init__(
         self,
         node: NodeId,
-        reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        on_beat: Callable[[AgentStream, wire.Heartbeat], None],
         *,
-        outbox_messages_max: int,
+        outbox_bytes_max: int,
     ) -> None:
         self.node = node
+        assert isinstance(writer.transport, asyncio.Transport), "a connection goes both ways"
+        self.transport = writer.transport
         self.dropped = ""
         """Why we closed it ourselves; empty if the other side did."""
-        self._reader = reader
-        self._writer = writer
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(outbox_messages_max)
-        self._sender = asyncio.create_task(self._send_all())
+        self._on_beat = on_beat
+        self._outbox_bytes_max = outbox_bytes_max
+        self._taken_at = monotonic()
+        """When the agent had last taken everything."""
+        self._decoder = wire.Decoder()
+        self._messages: deque[wire.Message] = deque()
+        self._ended = False
+        self._news = asyncio.Event()
 
     def send(self, frame: bytes) -> None:
-        """Queue one frame; never waits. A full outbox ends the stream."""
-        if self.dropped:
+        """Send one frame; never waits. An agent that is too far behind loses the stream."""
+        if self.dropped or self._ended:
             return
-        try:
-            self._outbox.put_nowait(frame)
-        except asyncio.QueueFull:
-            self.drop(f"{self._outbox.maxsize} messages behind")
+        waiting = self.transport.get_write_buffer_size()
+        now = monotonic()
+        if not waiting:
+            self._taken_at = now
+        elif now - self._taken_at > WRITE_SECONDS_MAX:
+            self.drop(f"took not all of it for {WRITE_SECONDS_MAX:.0f} s")
+            return
+        elif waiting > self._outbox_bytes_max:
+            self.drop(f"{waiting} bytes behind")
+            return
+        self.transport.write(frame)
 
     def drop(self, why: str) -> None:
         self.dropped = self.dropped or why
-        self._sender.cancel()
-        self._writer.transport.abort()
+        self._messages.clear()
+        self.end()
+        self.transport.abort()
 
-    async def messages(self) -> AsyncIterator[wire.Message]:
-        """What the agent says, until the stream ends. A message that does not fit ends it too:
-        the two sides no longer mean the same thing."""
-        try:
-            while True:
-                yield await wire.read(self._reader)
-        except (asyncio.IncompleteReadError, OSError):
+    # ------------------------------------------------------------ what the connection calls
+
+    def feed(self, data: bytes) -> None:
+        """Bytes have arrived. A message that does not fit ends the stream: the two sides no longer
+        mean the same thing."""
+        if self.dropped:
             return
+        try:
+            for message in self._decoder.feed(data):
+                if isinstance(message, wire.Heartbeat):
+                    self._on_beat(self, message)
+                    if self.transport.is_closing():
+                        return
+                else:
+                    self._messages.append(message)
         except WireError as error:
             self.drop(str(error))
-        finally:
-            self._sender.cancel()
+            return
+        if self._messages:
+            self._news.set()
+            if len(self._messages) > MESSAGES_MAX:
+                self.transport.pause_reading()
 
-    async def _send_all(self) -> None:
-        try:
-            while True:
-                self._writer.write(await self._outbox.get())
-                async with asyncio.timeout(WRITE_SECONDS_MAX):
-                    await self._writer.drain()
-        except TimeoutError:
-            self.drop(f"took nothing for {WRITE_SECONDS_MAX:.0f} s")
-        except OSError as error:
-            self.drop(str(error))
+    def end(self) -> None:
+        """The other side has ended, or we have."""
+        self._ended = True
+        self._news.set()
+
+    # ------------------------------------------------------------ what the loop asks for
+
+    async def messages(self) -> AsyncIterator[wire.Message]:
+        """What the agent says besides its heartbeats, until the stream ends."""
+        while True:
+            while self._messages:
+                yield self._messages.popleft()
+                if len(self._messages) == MESSAGES_MAX // 2 and not self._ended:
+                    self.transport.resume_reading()
+            if self._ended:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+
+async def listen(
+    stream: AgentStream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """From now on what arrives goes to the stream; so does what had arrived before."""
+    line = writer.transport.get_protocol()
+    assert isinstance(line, Line), "the server makes no other connections"
+    await line.listen(stream, reader)
 
 
 async def refuse(writer: asyncio.StreamWriter, why: str) -> None:

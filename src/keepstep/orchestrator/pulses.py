@@ -1,0 +1,64 @@
+"""Our own heartbeat to the agents: that we lead, how often to speak, and the heads of their jobs.
+
+In a large cluster a pulse to everybody is thousands of writes. They are spread over the period, so
+that an incident never waits behind them, and a frame is encoded once for all nodes with the same
+jobs: an agent is told of the jobs that it has, not of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+
+from keepstep import wire
+from keepstep.clock import Clock
+from keepstep.model import JobId, NodeId, Term
+from keepstep.orchestrator.streams import AgentStream
+
+SLICE = 100
+"""Streams that are written to without a break, if we are in time: a few milliseconds, with TLS."""
+
+
+class Frames:
+    """The pulses of one moment."""
+
+    def __init__(self, term: Term, heads: Mapping[str, str], beat_seconds: float) -> None:
+        self._term = term
+        self._heads = heads
+        self._beat_seconds = beat_seconds
+        self._known: dict[frozenset[JobId], bytes] = {}
+
+    def of(self, jobs: Iterable[JobId]) -> bytes:
+        """For an agent that has workers of these jobs."""
+        wanted = frozenset(jobs)
+        frame = self._known.get(wanted)
+        if frame is None:
+            heads = {str(job): self._heads[job] for job in wanted if job in self._heads}
+            frame = wire.encode(wire.Pulse(self._term, heads, self._beat_seconds))
+            self._known[wanted] = frame
+        return frame
+
+
+async def spread(
+    streams: Mapping[NodeId, AgentStream],
+    frames: Callable[[], Frames],
+    jobs_on: Callable[[NodeId], Iterable[JobId]],
+    seconds: float,
+    clock: Clock,
+) -> None:
+    """One pulse to each stream, over so many seconds. A loop that is late sends more at once: an
+    agent that hears nothing for long would leave, and come back as even more work."""
+    began = clock.monotonic()
+    waiting = tuple(streams.values())
+    at = 0
+    while at < len(waiting):
+        share = (clock.monotonic() - began) / seconds
+        upto = min(len(waiting), max(at + SLICE, int(share * len(waiting))))
+        now = frames()
+        for stream in waiting[at:upto]:
+            stream.send(now.of(jobs_on(stream.node)))
+        at = upto
+        due = began + seconds * at / len(waiting)
+        await asyncio.sleep(max(0.0, due - clock.monotonic()))
+    if not waiting:
+        await asyncio.sleep(seconds)
