@@ -82,6 +82,10 @@ class OrchestratorConfig:
     """Open connections: 12,500 agents and some operators. Beyond it a client is told to wait."""
     history_entries_max: int = 1000
     """Recent decisions kept in memory for a client of /v1/events that reconnects."""
+    account_key_file: str = ""
+    """What signs the jobs' exported chains: 64 hexadecimal digits, made by `keepstep admin keys
+    --new`. Empty: `account.key` beside a journal that is a file, made with it; a journal in a
+    database needs this setting, the same key on every orchestrator, or exports are not signed."""
     alerts_file: str = ""
     """Which alerts of Alertmanager mean which taints: a TOML file, read and checked at the start;
     see docs/examples/alerts.toml. Without one no alert means anything here."""

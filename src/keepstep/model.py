@@ -204,6 +204,8 @@ class JobSpec:
     state_directory: str = ""
     """Where steps.jsonl and just-in-time checkpoints go; on shared storage for many nodes."""
     tee: bool = True
+    terms: str = ""
+    """The digest of the guarantee's terms that it runs under; empty: none were named."""
     policy: Policy = field(default_factory=Policy)
 
     @property

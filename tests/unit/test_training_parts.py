@@ -361,6 +361,26 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_a_line_says_when_it_was_made_what_was_declared_and_what_a_step_does(
+    tmp_path: Path,
+) -> None:
+    path, moments = tmp_path / "steps.jsonl", iter((10.0, 20.5))
+    first, other = steplog.StepLog(path, now=lambda: next(moments)), steplog.StepLog(path)
+    first.start_at(0)
+    first.remember(record(0))
+    first.spend("eval", 1.5)
+    first.spend("eval", 0.25)
+    first.work = {"tokens": 4096.0}
+    first.remember(record(1))
+    other.adopt(first.records())
+    other.commit(1, "")
+    one, two = lines(path)
+    assert (one["at"], two["at"]) == (10.0, 20.5)
+    assert two["busy"] == {"eval": 1.75}
+    assert two["work"] == {"tokens": 4096.0}
+    assert not {"busy", "work"} & one.keys()
+
+
 def test_each_committed_step_has_one_line_across_a_change_of_writer(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     first = steplog.StepLog(path)

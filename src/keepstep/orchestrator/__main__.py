@@ -22,6 +22,7 @@ from keepstep.config import OrchestratorConfig, load
 from keepstep.errors import ConfigError, Deposed, Transient
 from keepstep.orchestrator import alerts
 from keepstep.orchestrator.api import Api
+from keepstep.orchestrator.exporting import signer_of
 from keepstep.orchestrator.http import HttpServer
 from keepstep.orchestrator.journal import Journal
 from keepstep.orchestrator.journals import open_journal, refuse_password
@@ -53,10 +54,12 @@ async def _lead(
     asked: argparse.Namespace, config: OrchestratorConfig, token: str, rules: alerts.Rules
 ) -> int:
     refuse_password(asked.journal)
-    journal = open_journal(asked.journal or config.journal, config)
+    where = asked.journal or config.journal
+    journal = open_journal(where, config)
+    signer = signer_of(where, config)
     orchestrator = await _take_over(journal, config, token)
     server = HttpServer(
-        Api(orchestrator, journal, token, rules, log).handle,
+        Api(orchestrator, journal, token, rules, log, signer).handle,
         connections_max=config.connections_max,
     )
     host, wanted = _host_and_port(asked.listen)

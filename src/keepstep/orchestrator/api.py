@@ -6,7 +6,7 @@
     GET  /v1/nodes                 GET /v1/nodes/{node}
     GET  /v1/incidents             GET /v1/incidents/{incident}
     GET  /v1/loans                 who lent what to whom for how long
-    GET  /v1/jobs/{job}/journal    the job's hash chain, one link per line
+    GET  /v1/jobs/{job}/journal    the job's hash chain, one link per line, and a signature
     GET  /v1/jobs/{job}/policy     its policy and budgets; ?fault=rank:2 (or node:N, domain:NAME,
                                    drain:N): what would happen then
     POST /v1/jobs                  submit a JobSpec; the same one again changes nothing
@@ -46,6 +46,7 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.errors import ConfigError, KeepstepError, WireError
+from keepstep.ledger.signing import Signer
 from keepstep.model import (
     REASON_CHARS_MAX,
     TAINT_SECONDS,
@@ -57,6 +58,7 @@ from keepstep.model import (
     Severity,
 )
 from keepstep.orchestrator import alerts, events, forecast, openapi, planned, state, view
+from keepstep.orchestrator.exporting import exported
 from keepstep.orchestrator.http import (
     BadRequest,
     Reply,
@@ -66,7 +68,7 @@ from keepstep.orchestrator.http import (
     error_response,
     json_response,
 )
-from keepstep.orchestrator.journal import Journal, json_lines
+from keepstep.orchestrator.journal import Journal
 from keepstep.orchestrator.routes import Call, Field, Route, read_fields, served_at
 from keepstep.orchestrator.run import Log, Orchestrator
 
@@ -85,12 +87,14 @@ class Api:
         token: str,
         rules: alerts.Rules,
         log: Log,
+        signer: Signer | None = None,
     ) -> None:
         self._orchestrator = orchestrator
         self._journal = journal
         self._token = token
         self._rules = rules
         self._log = log
+        self._signer = signer
 
     async def handle(self, request: Request) -> Reply:
         served = served_at(ROUTES, request.path)
@@ -189,7 +193,7 @@ class Api:
         return Streamed(self._chain(call.names["job"]), "application/jsonl")
 
     async def _chain(self, job: str) -> AsyncIterator[bytes]:
-        for line in json_lines(self._journal.export(job)):
+        for line in exported(self._journal, job, self._signer):
             yield line.encode()
 
     async def _events(self, call: Call) -> Reply:

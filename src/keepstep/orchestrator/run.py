@@ -32,7 +32,7 @@ from keepstep.clock import Clock
 from keepstep.config import OrchestratorConfig
 from keepstep.errors import Deposed, Permanent, Transient, WireError
 from keepstep.model import NodeId, Term
-from keepstep.orchestrator import brain, events, nodes, state, view
+from keepstep.orchestrator import brain, events, facts, nodes, state, view
 from keepstep.orchestrator.journal import Journal, Standing
 from keepstep.orchestrator.liveness import (
     Liveness,
@@ -255,8 +255,8 @@ class Orchestrator:
                 continue
             self.cluster = decision.cluster
             jobs = jobs_touched(item.event, decision)
-            phases = view.phases(self.cluster, jobs)
-            self._steps.append(Stepped(item, decision, jobs, phases, now))
+            told = facts.of(self.cluster, jobs, now)
+            self._steps.append(Stepped(item, decision, jobs, told, now))
         self._commit()
 
     def _tick_now(self) -> events.Tick:

@@ -36,7 +36,7 @@ class Stepped:
     waiting: Waiting
     decision: brain.Decision
     jobs: tuple[JobId, ...]
-    phases: dict[str, str]
+    facts: dict[str, dict[str, Any]]
     """Where those jobs were after the step; the cluster itself goes on to the next step."""
     now: float
 
@@ -56,6 +56,7 @@ def jobs_touched(event: events.Event, decision: brain.Decision) -> tuple[JobId, 
 def entry_of(done: Stepped) -> Entry:
     body = {
         "event": events.to_plain(done.waiting.event),
+        "jobs": done.facts,
         "now": done.now,
         "orders": [_order_line(order) for order in done.decision.orders],
         "why": done.decision.why,
@@ -80,7 +81,7 @@ def record_of(seq: int, done: Stepped) -> dict[str, Any]:
         "jobs": list(done.jobs),
         "node": getattr(event, "node", None),
         "why": done.decision.why,
-        "phases": done.phases,
+        "phases": {job: told.get("phase", told["state"]) for job, told in done.facts.items()},
         "notes": [
             {"job": note.job, "incident": note.incident, "phase": note.phase, "why": note.why}
             for note in done.decision.notes

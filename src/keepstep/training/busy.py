@@ -21,12 +21,19 @@ class Busy:
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._declared: list[tuple[str, float]] = []
+        self._since = 0.0
 
     def begin(self, name: str, seconds_max: float) -> None:
+        if not self._declared:
+            self._since = time.monotonic()
         self._declared = [*self._declared, (name, time.monotonic() + seconds_max)]
         self._show()
 
     def end(self) -> None:
+        outermost, *nested = self._declared or [("", 0.0)]
+        if not nested and outermost[0]:
+            # The step log says what the time was for: it is neither training nor a pause of ours.
+            self._keeper.log.spend(outermost[0], time.monotonic() - self._since)
         self._declared = self._declared[:-1]
         self._show()
 

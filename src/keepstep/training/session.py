@@ -259,6 +259,15 @@ class Session:
         finally:
             self._keeper.busy.end()
 
+    def reports(self, *, flops_per_step: float = 0.0, tokens_per_step: float = 0.0) -> None:
+        """What one step of the whole job does, for the account: MFU, tokens a second per device.
+
+        Say it on every rank: whoever writes the step log adds it to each line from then on.
+        """
+        if self._keeper is not None:
+            told = {"flops": float(flops_per_step), "tokens": float(tokens_per_step)}
+            self._keeper.log.work = {name: value for name, value in told.items() if value > 0}
+
     def due(self, every: int) -> bool:
         """After an attempt: is it time for what is done every so many steps, on all ranks alike?
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,38 @@ class StepRecord:
     """Range of sample positions in the job's global order: [first, past the last)."""
     digest: str
     """Of a slice of the state that moves on with each step (see docs/concepts.md)."""
+    at: float = 0.0
+    """When it was applied, by the clock of the rank that wrote the line; 0: not known."""
+    busy: dict[str, float] = field(default_factory=dict)
+    """Declared slowness since the step before it: what for, and how many seconds."""
+    work: dict[str, float] = field(default_factory=dict)
+    """What the job reports of a step, over all ranks: `flops`, `tokens`."""
 
 
 class StepLog:
     """The job's step log, as this rank sees it."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, now: Callable[[], float] = time.time) -> None:
         self.path = path
         """None on ranks other than 0, and where no state directory is set."""
+        self._now = now
+        self._busy: dict[str, float] = {}
+        self.work: dict[str, float] = {}
+        """Of each step from now on."""
         self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
         self._written: int | None = None
         self._head, self._head_due = "", 0
         self._file, self._unclosed = -1, 0
 
     def remember(self, record: StepRecord) -> None:
-        """A step was applied here; it is not committed yet."""
-        self._records.append(record)
+        """A step was applied here, now; it is not committed yet."""
+        busy, self._busy = self._busy, {}
+        stamped = replace(record, at=round(self._now(), 6), busy=busy, work=self.work)
+        self._records.append(stamped)
+
+    def spend(self, name: str, seconds: float) -> None:
+        """Time that was declared before the coming step: no part of it, and no gap either."""
+        self._busy[name] = round(self._busy.get(name, 0.0) + seconds, 6)
 
     def amend(self, digest: Callable[[int], str]) -> None:
         """A step was remembered before its state was complete: now it is."""
@@ -74,7 +91,9 @@ class StepLog:
         self._records.clear()
         for r in records:
             first, past = r["samples"]
-            self._records.append(StepRecord(r["step"], r["generation"], (first, past), r["digest"]))
+            more = {name: r[name] for name in ("at", "busy", "work") if name in r}
+            known = StepRecord(r["step"], r["generation"], (first, past), r["digest"], **more)
+            self._records.append(known)
         self._written = None
 
     def commit(self, step: int, head: str) -> list[StepRecord]:
@@ -138,9 +157,11 @@ def last_step(path: Path) -> int:
 
 
 def _plain(record: StepRecord) -> dict[str, Any]:
-    return {
+    plain = {
         "step": record.step,
         "generation": record.generation,
         "samples": list(record.samples),
         "digest": record.digest,
     }
+    more = {"at": record.at, "busy": record.busy, "work": record.work}
+    return plain | {name: value for name, value in more.items() if value}

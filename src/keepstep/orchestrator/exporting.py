@@ -1,0 +1,42 @@
+"""A job's chain as its owner gets it: one link per line, and below them the seal.
+
+The seal is a signature over the head and the number of links (ledger/signing.py). The key lives
+beside a journal that is a file, and is made with it; for a journal in a database it is the file
+that `account_key_file` names, the same on every orchestrator. Without a key nothing is sealed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from keepstep.config import OrchestratorConfig
+from keepstep.ledger import signing
+from keepstep.orchestrator.journal import Journal, json_lines
+
+KEY = "account.key"
+"""Beside the journal."""
+
+
+def exported(journal: Journal, job: str, signer: signing.Signer | None) -> Iterator[str]:
+    """The lines of an export. What is appended meanwhile is in it, or it is not: the seal knows."""
+    links, head = 0, ""
+    for link in journal.export(job):
+        links, head = link.number, link.hash
+        yield from json_lines([link])
+    if signer is not None and links:
+        yield signer.seal(job, links, head)
+
+
+def key_path(where: str, config: OrchestratorConfig) -> Path | None:
+    """Where the key of a journal is; None: it has none."""
+    if config.account_key_file:
+        return Path(config.account_key_file)
+    return None if re.match(r"postgres(ql)?://", where) else Path(where).absolute().parent / KEY
+
+
+def signer_of(where: str, config: OrchestratorConfig) -> signing.Signer | None:
+    """Who signs what this journal's orchestrator exports."""
+    path = key_path(where, config)
+    return None if path is None else signing.load_or_make(path)
