@@ -55,7 +55,29 @@ def test_a_job_under_faults_ends_bit_exact_and_leaves_nothing_behind(tmp_path):
     result = json.loads(out.read_text())
     assert {fault["kind"] for fault in result["faults"]} == set(kinds.split(","))
     assert result["plan"]["seed"] == 11
+    assert result["verdict"]["account"]["problem"] == ""
     assert namespaces() <= before
+    _is_accounted_for(tmp_path / "run")
+
+
+def _is_accounted_for(run):
+    """What the customer does with it: the signed export against the job's own step log."""
+    export, steps = run / "export.jsonl", run / "state" / "steps.jsonl"
+    key = lab("admin", "keys", "--run-dir", str(run), seconds=60).stdout.strip()
+    lab("admin", "export", "--run-dir", str(run), "--out", str(export), seconds=60)
+    alone = [sys.executable, "-I", str(ROOT / "src/keepstep/ledger/verify.py")]
+    checked = subprocess.run(
+        [*alone, str(export), str(steps), "--key", key, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    found = json.loads(checked.stdout)
+    assert found["good"], found
+    assert found["heads"] >= 3
+    incidents = [each for each in found["incidents"] if each["incident"].startswith("i")]
+    assert {each["standing"] for each in incidents} == {"resolved"}
 
 
 @pytest.mark.timeout(600)

@@ -17,13 +17,13 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from keepstep import sabotage
-from keepstep.chaos import flips, proof, report
+from keepstep.chaos import flips, proof, reckoning, report
 from keepstep.chaos import network as networks
 from keepstep.chaos.aftermath import UNTOUCHED_SECONDS, Aftermath, is_tainted, user_error
 from keepstep.chaos.faults import (
@@ -158,6 +158,9 @@ def run(plan: Plan) -> int:
         campaign = Campaign(plan, run_dir, network, lends=lends)
         stack.callback(campaign.close)
         verdict = campaign.run(faults)
+    verdict = replace(verdict, account=reckoning.reckon(run_dir, JOB))
+    if verdict.account.problem:
+        report.say(f"the account does not hold: {verdict.account.problem}")
     result = report.whole(plan, cells, campaign.records, verdict)
     if plan.out is not None:
         report.write(plan.out, result)

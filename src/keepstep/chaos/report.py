@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.chaos.faults import Cell, Outcome, matrix
 from keepstep.chaos.proof import StepLogCheck
+from keepstep.chaos.reckoning import Reckoning
 
 if TYPE_CHECKING:
     from keepstep.chaos.campaign import Plan, Record
@@ -37,11 +38,12 @@ class Verdict:
     steps: int
     stated: str | None = None
     """Where the end cannot be bit-exact: what is not as it was stated, or nothing. None: it can."""
+    account: Reckoning = Reckoning()
 
     @property
     def good(self) -> bool:
         right = self.bit_exact if self.stated is None else not self.stated
-        return right and self.log.sound
+        return right and self.log.sound and not self.account.problem
 
     @property
     def end(self) -> str:
@@ -160,6 +162,7 @@ def whole(
             "not_as_stated": verdict.stated,
             "steps": verdict.steps,
             "step_log": asdict(verdict.log),
+            "account": asdict(verdict.account),
         },
         "last_line": last_line(records, verdict),
     }

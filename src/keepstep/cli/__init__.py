@@ -14,7 +14,10 @@ from collections.abc import Sequence
 
 from keepstep.errors import ConfigError, KeepstepError
 
-GROUPS = ("run", "join", "show", "watch", "logs", "moves", "freeze", "stop", "cost", "admin")
+GROUPS = (
+    *("run", "join", "show", "watch", "logs", "moves", "freeze", "stop"),
+    *("report", "cost", "admin"),
+)
 """Modules of this package with an `add(commands)`, in the order of the help."""
 OPTIONAL_GROUPS = ("demo", "lab")
 """Groups that a smaller install may lack."""
@@ -30,6 +33,7 @@ at 3 a.m.:
   keepstep migrate --home        ranks go back to the nodes they started on
   keepstep freeze --why TEXT     decide nothing until `keepstep unfreeze`
   keepstep stop --save JOB       end a job at a saved boundary
+  keepstep report                where the time went, was the promise kept
 
 Commands find the orchestrator by --orchestrator, by $KEEPSTEP_ORCHESTRATOR, or
 in the newest run directory below the current one. All that show something take

@@ -1,4 +1,4 @@
-"""`keepstep admin`: what is asked before anything happens."""
+"""`keepstep admin`: what is asked before anything happens, and what is handed over afterwards."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 
 from keepstep import codec, policy_file
-from keepstep.cli import common_options, policy_view
+from keepstep.cli import common_options, handover, policy_view
 from keepstep.cli.client import from_environment
 from keepstep.cli.show import only_job, painter, show
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    admin = commands.add_parser("admin", help="policies: what they say, what they would lead to")
+    admin = commands.add_parser("admin", help="policies, signed exports, keys, terms")
     groups = admin.add_subparsers(title="groups", metavar="GROUP", required=True)
     policy = groups.add_parser("policy", help="what is to be done about faults")
     verbs = policy.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -35,6 +35,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     common_options(check)
     check.set_defaults(run=run_check)
+    handover.add(groups)
 
 
 def run_show(asked: argparse.Namespace) -> int:

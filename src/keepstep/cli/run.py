@@ -27,6 +27,7 @@ from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan
 from keepstep.cli.follow import follow_to_the_end
 from keepstep.config import LauncherConfig, load
 from keepstep.errors import ConfigError
+from keepstep.ledger import guarantee
 from keepstep.model import JobId, JobSpec
 
 IGNORED = (
@@ -127,6 +128,7 @@ def _own_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOML",
         help="what to do about faults; see `keepstep admin policy show`",
     )
+    option("--terms", type=Path, metavar="TOML", help="the guarantee it runs under, by digest")
     option(
         "--env",
         action="append",
@@ -196,7 +198,8 @@ def settle(asked: argparse.Namespace, environ: Mapping[str, str], here: Path) ->
     variables = _environment(asked.env, environ)
     if asked.check_steps:
         variables["KEEPSTEP_CHECK_STEPS"] = str(asked.check_steps)
-    spec = replace(spec, environment=variables)
+    terms = guarantee.load(asked.terms)[1] if asked.terms else ""
+    spec = replace(spec, environment=variables, terms=terms)
     name = asked.node or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
     address = asked.address or asked.local_addr or "127.0.0.1"
     if joining and not (asked.address or asked.local_addr):
