@@ -75,6 +75,7 @@ class Story:
             "generation": self.generation,
             "boundary": boundary,
             "recoveries": 0,
+            "seconds": more.get("seconds", {}),
             "causes": causes,
             "causes_count": len(causes),
         }

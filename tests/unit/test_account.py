@@ -216,6 +216,26 @@ def test_a_change_of_leader_in_the_middle_of_a_pause_is_the_control_planes() -> 
     assert seconds(story, Spent.CONTROL_PLANE_DOWN) == pytest.approx(5.0)
 
 
+@pytest.mark.parametrize("kind", ["TermBegan", "ControlPlaneBack"])
+def test_an_outage_that_is_told_of_takes_its_length_and_no_more(kind: str) -> None:
+    story = Story().begin().train(10).later(1.0)
+    story.incidents += 1
+    moving = {"state": "held", "kind": "unplanned", "incident": "i1", "opened_at": story.now}
+    story.entry("Observed", {}, phase="hold", **moving)
+    story.term += 1
+    told = {"down_seconds": 2.0} if kind == "TermBegan" else {"seconds": 2.0}
+    story.later(5.0).entry(kind, told, phase="hold", **moving)
+    assert seconds(story, Spent.CONTROL_PLANE_DOWN) == pytest.approx(2.0)
+    assert seconds(story, Spent.HELD) == pytest.approx(3.0)
+
+
+def test_a_fault_that_nobody_could_hear_was_late_because_of_the_control_plane() -> None:
+    story = Story().begin().train(10)
+    story.fault(detection=6.0, seconds={"control_plane_down": 4.0}).train(10).end()
+    assert seconds(story, Spent.CONTROL_PLANE_DOWN) == pytest.approx(4.0)
+    assert seconds(story, Spent.DETECTION) == pytest.approx(2.0 - STEP)
+
+
 def test_without_a_step_log_training_is_useful_and_the_account_says_what_it_lacks() -> None:
     story = usual()
     found = account(story.chain())
@@ -233,7 +253,7 @@ def test_a_step_log_of_another_clock_is_moved_until_causes_come_before_effects(
         line["at"] += shift
     mine = account(story.chain(), story.lines)
     right = account(straight.chain(), straight.lines)
-    assert mine.clock_shift_seconds == pytest.approx(-shift, abs=2 * STEP)
+    assert mine.clock_shift_seconds == pytest.approx(-shift, abs=3 * STEP)
     assert mine.goodput == pytest.approx(right.goodput, abs=0.05)
 
 
@@ -251,11 +271,11 @@ def test_a_job_that_is_run_again_has_two_runs_and_nothing_is_paid_between_them()
 
 def test_tokens_and_flops_are_per_device_over_all_time_that_was_paid() -> None:
     story = Story().begin().train(20, work={"tokens": 1000.0, "flops": 4e12}).end()
-    work = account(story.chain(), story.lines).work
+    work = account(story.chain(), story.lines, peak_flops=1e13).work
     assert work is not None
     paid = 3.0 + 20 * STEP + 0.1
     assert work.tokens_per_second_per_device == pytest.approx(20_000 / paid / WORLD)
-    assert work.mfu(1e13) == pytest.approx(20 * 4e12 / paid / WORLD / 1e13)
+    assert work.mfu == pytest.approx(20 * 4e12 / paid / WORLD / 1e13)
 
 
 def test_percentiles_are_by_nearest_rank() -> None:

@@ -273,7 +273,7 @@ def test_terms_are_checked_with_their_signature_and_their_job(tmp_path: Path, ca
     assert "promised 99%" in capsys.readouterr().out
     path.write_text(path.read_text().replace("0.99", "0.10"))
     assert verify.main([*files, "--key", SIGNER.public]) == 1
-    assert "they were changed" in capsys.readouterr().out
+    assert "the terms were changed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from keepstep.cli.fit import columns, fit, table
 from keepstep.cli.moves import seconds_of
@@ -65,7 +64,7 @@ def run_verify(asked: argparse.Namespace) -> int:
 def run_report(asked: argparse.Namespace) -> int:
     source = find(asked)
     terms, digest = guarantee.load(asked.terms) if asked.terms else (verify.Terms(), "")
-    found = reckon(source, terms)
+    found = reckon(source, terms, asked.peak_flops)
     if digest and guarantee.named(source.chain) != digest:
         print("keepstep: the job was not submitted under these terms", file=sys.stderr)
     saved = against_restart(found, _setting(asked, found))
@@ -77,9 +76,9 @@ def run_report(asked: argparse.Namespace) -> int:
     return 0
 
 
-def reckon(source: Source, terms: verify.Terms) -> Account:
+def reckon(source: Source, terms: verify.Terms, peak_flops: float = 0.0) -> Account:
     try:
-        return account(source.chain, source.steps, terms)
+        return account(source.chain, source.steps, terms, peak_flops=peak_flops)
     except (LookupError, TypeError) as error:
         raise Permanent(f"the chain or the step log is not as it was written: {error!r}") from error
 
@@ -107,20 +106,13 @@ def _setting(asked: argparse.Namespace, found: Account) -> cost.Setting:
 def _rendered(asked: argparse.Namespace, found: Account, saved: Saved) -> str:
     match asked.output:
         case "json":
-            plain = {**found.to_plain(), "against_restart": asdict(saved), **_mfu(asked, found)}
-            return json.dumps(plain, indent=1)
+            return json.dumps({**found.to_plain(), "against_restart": asdict(saved)}, indent=1)
         case "markdown":
             return report.markdown(found, saved)
         case "html":
             return webpage.page(found, saved)
         case _:
             return "\n".join(fit(lines(found, saved), columns()))
-
-
-def _mfu(asked: argparse.Namespace, found: Account) -> dict[str, Any]:
-    if found.work is None or not asked.peak_flops:
-        return {}
-    return {"mfu": found.work.mfu(asked.peak_flops)}
 
 
 def lines(found: Account, saved: Saved) -> Iterator[str]:

@@ -74,7 +74,7 @@ def run_key(run: Path | None) -> Path:
 
 def _export(asked: argparse.Namespace) -> Iterable[str]:
     if asked.export is not None:
-        return _read(asked.export).splitlines(keepends=True)
+        return [f"{line}\n" for line in _read(asked.export)]
     run = asked.run_dir
     if run is None and not (asked.orchestrator or os.environ.get("KEEPSTEP_ORCHESTRATOR")):
         run = newest_run(os.environ, Path.cwd())
@@ -103,14 +103,14 @@ def _from_file(path: Path, job: str) -> list[str]:
 
 def _step_lines(given: Path | None, chain: verify.Chain) -> list[str]:
     if given is not None:
-        return _read(given).splitlines()
+        return _read(given)
     spec = chain.bodies[0]["entry"]["event"]["body"]["spec"]
     path = Path(str(spec.get("state_directory") or "/nowhere")) / "steps.jsonl"
-    return _read(path).splitlines() if path.is_file() else []
+    return _read(path) if path.is_file() else []
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8")
+        return verify.lines_of(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error

@@ -67,10 +67,8 @@ class Work:
     tokens_per_second_per_device: float
     """Over all time that was paid, pauses included."""
     flops_per_second_per_device: float
-
-    def mfu(self, peak_flops: float) -> float:
-        """Of a device's peak, which only its owner knows."""
-        return self.flops_per_second_per_device / peak_flops if peak_flops > 0 else 0.0
+    mfu: float
+    """Of a device's peak, which only its owner knows; 0: not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,12 @@ class Account:
 
 
 def account(
-    chain: verify.Chain, lines: Lines = (), terms: verify.Terms | None = None, now: float = 0.0
+    chain: verify.Chain,
+    lines: Lines = (),
+    terms: verify.Terms | None = None,
+    *,
+    now: float = 0.0,
+    peak_flops: float = 0.0,
 ) -> Account:
     """Reckon it. `now` is where the account of a job that still runs ends."""
     terms = terms or verify.Terms()
@@ -158,7 +161,7 @@ def account(
         incidents=incidents,
         guarantee=promise,
         terms=terms,
-        work=_work(steps, seated),
+        work=_work(steps, seated, peak_flops),
         timeline=tuple(segment for run in runs for segment in run.segments),
         over_time=tuple(_over_time(runs)),
         clock_shift_seconds=goodput.clock_shift(chain, lines) / _SECOND,
@@ -310,14 +313,15 @@ def _what(told: Mapping[str, Any], judged: verify.Judged) -> str:
     return ", ".join(unique[:2]) + more
 
 
-def _work(steps: Sequence[Step], seated: int) -> Work | None:
+def _work(steps: Sequence[Step], seated: int, peak_flops: float) -> Work | None:
     made = [step for step in steps if step.work and not step.again]
     if not made or seated <= 0:
         return None
     tokens = sum(float(step.work.get("tokens", 0)) for step in made)
     flops = sum(float(step.work.get("flops", 0)) for step in made)
     seconds = seated / _SECOND
-    return Work(tokens, flops, tokens / seconds, flops / seconds)
+    mfu = flops / seconds / peak_flops if peak_flops > 0 else 0.0
+    return Work(tokens, flops, tokens / seconds, flops / seconds, mfu)
 
 
 def _over_time(runs: Sequence[Run]) -> list[tuple[float, float]]:

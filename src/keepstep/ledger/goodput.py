@@ -8,9 +8,9 @@ The time of a run is one line, cut into segments; classes are painted over it an
 so they sum to the whole, in integer nanoseconds. All ranks of a synchronous job do the same thing
 at the same time, so a segment counts once for each rank. Spares are counted beside it.
 
-The chain is dated by the orchestrator and the step log by rank 0. A head that a step quotes was
-written before it, and a generation's first step before its incident was closed: if the clocks
-contradict that, the step log is shifted by the least that makes it so.
+The chain is dated by the orchestrator and the step log by rank 0. A generation's first step comes
+after its order to resume and before its incident is closed: if the clocks contradict that, the step
+log is shifted by the least that makes it so.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ _STATES: Mapping[str, Spent] = {
     "held": Spent.HELD,
 }
 _TRAINING = frozenset({Spent.USEFUL})
+_OUTAGES = frozenset({"TermBegan", "ControlPlaneBack", "ControlPlaneDown"})
+"""Events that say for how long nothing could be decided."""
 OVER = frozenset({"finished", "saved", "failed", "stopped"})
 
 
@@ -157,7 +159,7 @@ def runs_of(chain: Chain, lines: Sequence[Mapping[str, Any]] = (), until: int = 
     ends = [_moments(part)[0] for part in parts[1:]]
     ends.append(max([until, *(step.at for step in steps)]))
     runs = [_overlaid(_base_run(chain, *each), each[0]) for each in zip(parts, ends, strict=True)]
-    return _refined(runs, steps)
+    return _refined(runs, steps, _down(chain))
 
 
 def nanoseconds(seconds: float) -> int:
@@ -239,11 +241,13 @@ def _overlaid(run: Run, entries: Sequence[Entry]) -> Run:
             moved = max((float(s.get("moved_seconds", 0)) for s in told["seats"]), default=0.0)
             over = frozenset({Spent.REFORM})
             _paint(segments, at - nanoseconds(moved), at, Spent.TRANSFER, over)
-        if body["term"] > one[0]["term"]:
+        away = told.get("down_seconds", told.get("seconds"))
+        if event["kind"] in _OUTAGES and away is not None:
+            over = NEEDS_DECISIONS | {Spent.HELD, Spent.FALLBACK}
+            _paint(segments, at - nanoseconds(away), at, Spent.CONTROL_PLANE_DOWN, over)
+        elif body["term"] > one[0]["term"]:
+            # How long nobody led is not told: at most since the entry before.
             _paint(segments, one[1], at, Spent.CONTROL_PLANE_DOWN, NEEDS_DECISIONS)
-        if "controlplane" in event["kind"].replace("_", "").lower():
-            away = nanoseconds(told.get("seconds", 0.0))
-            _paint(segments, at - away, at, Spent.CONTROL_PLANE_DOWN, NEEDS_DECISIONS)
     return replace(run, segments=tuple(segments))
 
 
@@ -307,30 +311,26 @@ def _is_save(name: str) -> bool:
 
 
 def clock_shift(chain: Chain, lines: Sequence[Mapping[str, Any]]) -> int:
-    """Nanoseconds to add to the step log's dates; 0 where nothing speaks against them."""
-    written = {
-        hash_: nanoseconds(body["entry"]["now"])
-        for hash_, body in zip(chain.hashes, chain.bodies, strict=True)
-    }
+    """Nanoseconds to add to the step log's dates; 0 where nothing speaks against them.
+
+    A generation's first step is made after all were told to resume, and before that is known to
+    have worked: the two moments are not much more than a step apart.
+    """
     first: dict[int, int] = {}
-    low: int | None = None
     for line in lines:
-        if not line.get("at") or "generation" not in line:
-            continue
-        at = nanoseconds(line["at"])
-        first.setdefault(int(line["generation"]), at)
-        if line.get("head") in written:
-            least = written[line["head"]] - at
-            low = least if low is None else max(low, least)
-    high: int | None = None
+        if line.get("at") and "generation" in line:
+            first.setdefault(int(line["generation"]), nanoseconds(line["at"]))
+    low: dict[int, int] = {}
+    high: dict[int, int] = {}
     for body in chain.bodies:
-        closed = chain.facts(body).get("closed") or {}
+        facts, now = chain.facts(body), nanoseconds(body["entry"]["now"])
+        closed, generation = facts.get("closed") or {}, facts.get("generation")
+        if generation in first and facts.get("phase") == "resume":
+            low.setdefault(generation, now - first[generation])
         if closed.get("outcome") in ("resumed", "moved") and closed.get("generation") in first:
-            most = nanoseconds(closed["closed_at"]) - first[closed["generation"]]
-            high = most if high is None else min(high, most)
-    if low is not None and low > 0:
-        return low
-    return high if high is not None and high < 0 else 0
+            high[closed["generation"]] = now - first[closed["generation"]]
+    least, most = max(low.values(), default=0), min(high.values(), default=0)
+    return least if least > 0 else min(0, most)
 
 
 def median_step(steps: Sequence[Step]) -> int:
@@ -339,7 +339,7 @@ def median_step(steps: Sequence[Step]) -> int:
     return int(statistics.median(lengths)) if lengths else 0
 
 
-def _refined(runs: Sequence[Run], steps: Sequence[Step]) -> list[Run]:
+def _refined(runs: Sequence[Run], steps: Sequence[Step], down: Mapping[str, int]) -> list[Run]:
     """With what the step log knows. Without one, training is taken for useful."""
     if not steps:
         return list(runs)
@@ -349,7 +349,30 @@ def _refined(runs: Sequence[Run], steps: Sequence[Step]) -> list[Run]:
     for run, border in zip(runs, [*begins, None], strict=True):
         mine = [step for step in left if border is None or step.at < border]
         left = left[len(mine) :]
-        found.append(replace(run, segments=tuple(_merged(_windows(run, mine, median)))))
+        segments = list(_merged(_windows(run, mine, median)))
+        found.append(replace(run, segments=tuple(_undetected(segments, down))))
+    return found
+
+
+def _undetected(segments: list[Segment], down: Mapping[str, int]) -> list[Segment]:
+    """A fault that came while nobody could decide: that part of its detection is the outage's."""
+    for incident, length in down.items():
+        mine = [s for s in segments if s.incident == incident]
+        booked = (s.nanoseconds for s in mine if s.spent is Spent.CONTROL_PLANE_DOWN)
+        end = max((s.end for s in mine if s.spent is Spent.DETECTION), default=0)
+        begin = end - (length - sum(booked))
+        _paint(segments, begin, end, Spent.CONTROL_PLANE_DOWN, frozenset({Spent.DETECTION}))
+    return segments
+
+
+def _down(chain: Chain) -> dict[str, int]:
+    """By incident: how long nobody could decide about it, as the orchestrator booked it."""
+    found = {}
+    for body in chain.bodies:
+        closed = chain.facts(body).get("closed") or {}
+        seconds = (closed.get("seconds") or {}).get(Spent.CONTROL_PLANE_DOWN.value, 0.0)
+        if seconds > 0:
+            found[str(closed["id"])] = nanoseconds(seconds)
     return found
 
 

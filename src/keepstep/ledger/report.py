@@ -64,9 +64,9 @@ def sentences(found: Account, saved: Saved | None = None) -> Iterator[str]:
             f"${saved.money:,.0f} ({saved.formula})."
         )
     if found.work is not None:
-        yield (
-            f"{found.work.tokens_per_second_per_device:,.0f} tokens/s per device, pauses included."
-        )
+        mfu = f", MFU {found.work.mfu:.1%}" if found.work.mfu else ""
+        pace = f"{found.work.tokens_per_second_per_device:,.0f} tokens/s per device"
+        yield f"{pace}{mfu}, pauses included."
 
 
 def promise(found: Account) -> str:
@@ -96,18 +96,17 @@ def class_rows(found: Account) -> list[tuple[str, float, float]]:
 
 
 def incident_row(each: IncidentAccount) -> list[str]:
-    parts = " ".join(f"{name} {seconds:.2f}" for name, seconds in each.parts.items())
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in each.parts.items())
     return [
         each.incident,
-        each.what,
         each.standing,
         duration(each.rto_seconds),
         str(each.rpo_steps),
-        parts or each.why,
+        f"{each.what}: {parts or each.why}",
     ]
 
 
-INCIDENT_HEADS = ("INCIDENT", "WHAT", "COUNTS AS", "PAUSE", "LOST", "SECONDS BY PHASE")
+INCIDENT_HEADS = ("INCIDENT", "COUNTS AS", "PAUSE", "LOST", "WHAT, AND SECONDS BY PHASE")
 
 
 def spread_row(name: str, found: Spread, unit: str) -> list[str]:

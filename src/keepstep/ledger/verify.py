@@ -163,7 +163,7 @@ def _object(text: str, what: str) -> dict[str, Any]:
 
 def read_steps(lines: Iterable[str]) -> list[dict[str, Any]]:
     """Its lines; the last one may have been cut short by a death."""
-    texts = [line for line in lines if line.strip()]
+    texts = list(lines)
     if texts and not texts[-1].rstrip().endswith("}"):
         texts.pop()
     return [_object(text, f"line {at} of the step log") for at, text in enumerate(texts, 1)]
@@ -343,34 +343,33 @@ def wilson(good: int, of: int, confidence: float) -> tuple[float, float]:
     return max(0.0, min(rate, middle - half)), min(1.0, max(rate, middle + half))
 
 
+def lines_of(path: Path) -> list[str]:
+    return [line for line in path.read_text("utf-8").split("\n") if line.strip()]
+
+
 def check(asked: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """What was found, for programs and for people."""
     raw = asked.terms.read_bytes() if asked.terms else b""
     terms = read_terms(raw.decode())
-    chain = read_chain(asked.export.read_text("utf-8").splitlines(), asked.key)
+    chain = read_chain(lines_of(asked.export), asked.key)
     if raw:
         seal = _object(Path(f"{asked.terms}.sig").read_text(), "the terms' signature")
         named = chain.bodies[0]["entry"]["event"]["body"]["spec"].get("terms")
-        if named != hashlib.sha256(raw).hexdigest():
-            raise Broken("the job was not submitted under these terms, or they were changed")
-        ours = asked.key in ("", seal["key"])
+        ours = named == hashlib.sha256(raw).hexdigest() and asked.key in ("", seal["key"])
         if not ours or not signed(seal["key"], TERMS + raw, seal["signature"]):
-            raise Broken("the terms were not signed by this key")
-    steps = read_steps(asked.steps.read_text("utf-8").splitlines())
+            raise Broken("the terms were changed, not named by the job, or not signed by this key")
+    steps = read_steps(lines_of(asked.steps))
     heads = check_heads(chain, steps)
     check_counts(chain, steps)
     found = guarantee(chain, steps, terms)
     by = f"signed by {chain.key}" if chain.key else "NOT SIGNED"
     by += "" if asked.key or not chain.key else " (give --key to know that it is the right one)"
     listed = "".join(f"  {e.standing:<9}{e.incident:<12}{e.why}\n" for e in found.incidents)
-    end = (
-        "kept"
-        if found.rate >= terms.promised
-        else f"missed: {found.credit:.0%} of the fees are owed"
-    )
+    quoted = f"{heads} heads, all in the chain" if heads else "NO head: nothing betrays a rewrite"
+    end = "kept" if found.rate >= terms.promised else f"MISSED, owed: {found.credit:.0%} of fees"
     return {"good": True, "heads": heads, **asdict(found)}, (
         f"chain    {len(chain.hashes)} links of job {chain.job}, whole, {by}\n"
-        f"steps    {len(steps)} lines, no hole, samples once; {heads} heads, all in the chain\n"
+        f"steps    {len(steps)} lines, no hole, samples once; {quoted}\n"
         f"{listed}  declared pauses: {dict(found.declared) or 'none'}\n"
         f"rate     {found.resolved} of {found.counted} resolved live: {found.rate:.1%} "
         f"(Wilson {terms.confidence:.0%}: {found.low:.1%} to {found.high:.1%}), "

@@ -64,6 +64,7 @@ def _closed(incident: Incident) -> dict[str, Any]:
         "generation": incident.generation,
         "boundary": incident.boundary,
         "recoveries": incident.recoveries,
+        "seconds": dict(incident.seconds),
         "causes": [{"sign": c.sign.value, "rank": c.rank, "node": c.node} for c in causes],
         "causes_count": incident.causes_count,
     }
