@@ -90,7 +90,7 @@ def timeline(found: Account) -> str:
             f'<path class="{colour}" d="M{x:.1f} 24l-4 -9h8z"><title>{escape(words)}</title></path>'
         )
     ticks = _ticks(end - begin)
-    shapes += [_text(t * scale, 88, duration(t), _anchor(t, end - begin)) for t in ticks]
+    shapes += [_text(t * scale, 88, _mark(t), _anchor(t, end - begin)) for t in ticks]
     return _svg(96, shapes, f"timeline of job {found.job}, {len(found.incidents)} incidents")
 
 
@@ -148,7 +148,7 @@ def over_time(found: Account) -> str:
         shapes.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="6">{words}</circle>')
     for t in _ticks(length):
         x = left + t / length * (right - left)
-        shapes.append(_text(x, bottom + 18, duration(t), _anchor(t, length)))
+        shapes.append(_text(x, bottom + 18, _mark(t), _anchor(t, length)))
     return _svg(192, shapes, f"goodput over time; {found.goodput:.1%} over all")
 
 
@@ -163,7 +163,7 @@ def classes(found: Account) -> str:
         words = f"{label}: {seconds:,.1f} rank-seconds, {share:.2%}"
         shapes.append(_text(LEFT - 10, y + 14, label, "end"))
         shapes.append(_rect(LEFT, y, max(width, 1.0), 18, GROUPS[name], words))
-        shapes.append(_text(LEFT + width + 8, y + 14, f"{share:.1%}  {seconds:,.0f} s", "start"))
+        shapes.append(_text(LEFT + width + 8, y + 14, f"{share:.1%}, {_rounded(seconds)}", "start"))
     return _svg(10 + 24 * len(rows), shapes, "rank-seconds by class")
 
 
@@ -176,6 +176,15 @@ def _rect(x: float, y: float, width: float, height: float, colour: str, words: s
 
 def _text(x: float, y: float, words: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _mark(seconds: float) -> str:
+    """Along an axis: ticks are whole seconds."""
+    return f"{seconds:.0f} s" if seconds < 60 else duration(seconds).removesuffix(" 0 s")
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def _anchor(at: float, length: float) -> str:

@@ -42,7 +42,7 @@ font-size:13px;color:var(--dim)}
 table{border-collapse:collapse;width:100%;font-size:13.5px}
 th{text-align:left;color:var(--dim);font-weight:600}
 th,td{padding:5px 10px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
-td.n{text-align:right;white-space:nowrap}.scroll{overflow-x:auto}
+th.n,td.n{text-align:right;white-space:nowrap}.scroll{overflow-x:auto}
 code,pre{font:12.5px ui-monospace,monospace;background:var(--card)}
 pre{border:1px solid var(--line);border-radius:6px;padding:10px;overflow-x:auto}
 .verdict{font-size:17px;margin:14px 0 0}
@@ -60,7 +60,9 @@ def page(found: Account, saved: Saved | None = None) -> str:
         f'<p class="verdict">{escape(sentences[0])}</p>',
         _tiles(found, saved),
         _section(
-            "The run", plots.legend(found) + plots.timeline(found), "Triangles are incidents."
+            "The run",
+            plots.legend(found) + plots.timeline(found),
+            "Triangles show where incidents were noticed.",
         ),
         _section(
             "Each pause",
@@ -135,7 +137,12 @@ def _standing(each: IncidentAccount) -> str:
 def _table(
     heads: Iterable[str], texts: Sequence[Sequence[str]], numbers: Sequence[Sequence[str]]
 ) -> str:
-    top = "".join(f"<th>{escape(head)}</th>" for head in heads)
+    titles = list(heads)
+    words = len(texts[0]) if texts else len(titles)
+    top = "".join(
+        f"<th{' class=n' if at >= words else ''}>{escape(head)}</th>"
+        for at, head in enumerate(titles)
+    )
     body = "".join(
         "<tr>"
         + "".join(f"<td>{escape(text)}</td>" for text in row)
