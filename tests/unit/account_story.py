@@ -65,7 +65,7 @@ class Story:
         self.later(0.2).entry("PhaseReport", self._report("quiesce"), phase="reform", **moving)
         self.later(0.2).entry("PhaseReport", self._report("verify"), phase="resume", **moving)
         boundary = self.step
-        self.later(0.2 + STEP).line()
+        self.later(0.2 + STEP).line().later(more.get("told_after", 0.0))
         causes = more.get("causes", [{"sign": "exit", "rank": 2, "node": "n2"}])
         closed = {
             "id": f"i{self.incidents}",

@@ -150,6 +150,14 @@ def test_a_pause_is_told_phase_by_phase_and_its_detection_is_found_in_the_step_l
     assert seconds(story, Spent.USEFUL) == pytest.approx(41 * STEP)
 
 
+def test_a_pause_ends_with_the_next_step_and_not_when_the_orchestrator_hears_of_it() -> None:
+    story = Story().begin().train(20).fault(told_after=0.1).later(1.0).train(20).end()
+    (incident,) = account(story.chain(), story.lines).incidents
+    assert incident.rto_seconds == pytest.approx(1.0 + 4 * 0.2)
+    assert seconds(story, Spent.RESUME) == pytest.approx(0.2)
+    assert seconds(story, Spent.USEFUL) == pytest.approx(41 * STEP + 0.1 + 1.0)
+
+
 def test_a_job_without_faults_is_useful_but_for_its_start_and_its_end() -> None:
     story = Story().begin(seconds=3.0).train(20).end()
     found = account(story.chain(), story.lines)

@@ -397,6 +397,8 @@ def _window(
     """One step's stretch: its own time is at its end, and before it whatever held it up."""
     if not inside:
         return inside
+    if not first:
+        inside = _trained_already(inside)
     begin, end = inside[0].begin, inside[-1].end
     useful = Spent.RECOMPUTE if step and step.again else Spent.USEFUL
     border = end
@@ -425,6 +427,19 @@ def _window(
     else:
         before = _paint(before, begin, end, useful, _TRAINING)
     return [*before, *own]
+
+
+def _trained_already(inside: list[Segment]) -> list[Segment]:
+    """A step was made where this stretch begins: what has not stopped since then trains.
+
+    The orchestrator learns of a generation's first step a little later than it is made, and in a
+    planned move ranks train on to the boundary that was agreed upon.
+    """
+    if inside[0].spent is Spent.RESUME:
+        return [replace(inside[0], spent=Spent.USEFUL), *inside[1:]]
+    if all(s.spent is Spent.USEFUL or (s.planned and s.spent is Spent.QUIESCE) for s in inside):
+        return [replace(s, spent=Spent.USEFUL) for s in inside]
+    return inside
 
 
 def _around(before: list[Segment], pause: Segment, median: int) -> list[Segment]:
