@@ -1,0 +1,106 @@
+"""Keepstep, TorchFT and checkpoint-restart side by side, under the same faults.
+
+    python -m bench run single_kill kills --arms bare,keepstep,torchft
+    python -m bench run kills --arms checkpoint_restart:sync@5,keepstep --workload fsdp
+    python -m bench compare A.json.gz B.json.gz
+    python -m bench matrix [--list]
+    python -m bench table FILE… [--write README.md]
+    python -m bench page FILE
+
+See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench import campaign, page, record, tables
+from bench.scenario import names
+from keepstep.errors import KeepstepError
+
+
+def main() -> int:
+    args = options()
+    try:
+        return int(args.act(args))
+    except KeepstepError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run scenarios on arms")
+    run.add_argument("scenarios", nargs="+", metavar="SCENARIO", help=", ".join(names()))
+    run.add_argument("--arms", default=campaign.ARMS, help="commas; NAME or NAME:VARIANT")
+    run.add_argument("--workload", default="ddp", help="commas; ddp, fsdp, hsdp, zero1")
+    run.add_argument("--size", default="3m", help="3m, 10m or 100m parameters")
+    _common(run)
+    run.set_defaults(act=campaign.run)
+
+    matrix = commands.add_parser("matrix", help="everything: a few hours")
+    matrix.add_argument("--list", action="store_true", help="what it would run, and how long")
+    _common(matrix)
+    matrix.set_defaults(act=campaign.matrix)
+
+    compare = commands.add_parser("compare", help="do two raw results say the same?")
+    compare.add_argument("first", type=Path)
+    compare.add_argument("second", type=Path)
+    compare.set_defaults(act=_compare)
+
+    table = commands.add_parser("table", help="tables out of raw results")
+    table.add_argument("files", nargs="+", type=Path)
+    table.add_argument(
+        "--write", type=Path, metavar="DOCUMENT", help="put them between its markers"
+    )
+    table.set_defaults(act=_table)
+
+    again = commands.add_parser("page", help="the HTML page of a raw result")
+    again.add_argument("file", type=Path)
+    again.set_defaults(act=_page)
+    return parser.parse_args()
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeat", type=int, default=0, help="default: 3; 1 if short")
+    parser.add_argument("--seconds", type=float, default=0.0, help="fault-free; default: 150")
+    parser.add_argument("--short", action="store_true", help="about 25 s a run: a try-out")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1, help="of weights and data")
+    parser.add_argument("--hostfile", type=Path, help="NAME [slots=N] per line; over ssh")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the runs' logs here")
+
+
+def _compare(args: argparse.Namespace) -> int:
+    first, second = (tables.groups([record.read(path)]) for path in (args.first, args.second))
+    lines = tables.compared(first, second)
+    print("\n".join(lines) or "they have no row in common")
+    return 1 if any("DIFFERS" in line for line in lines) else 0 if lines else 2
+
+
+def _table(args: argparse.Namespace) -> int:
+    results = [record.read(path) for path in args.files]
+    if args.write is None:
+        print(tables.terminal(tables.groups(results)))
+        return 0
+    names_ = [f"bench/results/{path.name}" for path in args.files]
+    text = args.write.read_text(encoding="utf-8")
+    whole = tables.replaced(text, tables.markdown(results, names_))
+    args.write.write_text(whole, encoding="utf-8")
+    return 0
+
+
+def _page(args: argparse.Namespace) -> int:
+    out = campaign.page_of(args.file)
+    out.write_text(page.page(record.read(args.file), args.file.name), encoding="utf-8")
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""What the harness asks of a system, in five verbs, and what arms share.
+
+    refuses   why it cannot run this plan; "" if it can
+    start     begin to train; returns at once
+    ended     how it ended by itself; "" while it runs
+    drain     this rank's place is wanted: leave it in the system's own way
+    stop      end everything that was started
+
+An arm starts processes and nothing else. Who is struck, when, and what came of it is the harness's
+business: ranks are found by the pid that the workload wrote into the truth, not by asking the arm.
+
+`load("torchft:tuned")` finds bench/arms/torchft.py and calls its `arm("tuned")`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.launch import MARK, Launch
+from bench.plan import Plan
+from keepstep.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE_SECONDS = 8.0
+
+
+class Arm(Protocol):
+    name: str
+    settings: dict[str, Any]
+    """What was chosen for this system: recorded with the result."""
+
+    def refuses(self, plan: Plan) -> str: ...
+
+    def start(self, plan: Plan, launch: Launch) -> None: ...
+
+    def ended(self) -> str: ...
+
+    def drain(self, rank: int, pid: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def load(spec: str) -> Arm:
+    """An arm by its name, with a variant behind a colon."""
+    name, _, variant = spec.partition(":")
+    try:
+        module = importlib.import_module(f"bench.arms.{name}")
+        made: Arm = module.arm(variant)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ConfigError(f"no arm {spec!r} (bench/arms/{name}.py): {error}") from None
+    return made
+
+
+class Processes:
+    """The processes of one arm: started through a Launch, ended by their mark."""
+
+    def __init__(self) -> None:
+        self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+    def start(
+        self,
+        launch: Launch,
+        host: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+    ) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._started.append((host, launch.start(host, command, environment, log)))
+
+    def codes(self) -> list[int | None]:
+        return [process.poll() for _, process in self._started]
+
+    def ended(self) -> str:
+        """Once the first has ended badly, or all have ended well."""
+        codes = self.codes()
+        bad = [code for code in codes if code]
+        if bad:
+            return f"a process ended with {bad[0]}"
+        return "all processes ended" if codes and all(code == 0 for code in codes) else ""
+
+    def stop(self) -> None:
+        """SIGTERM first, so that launchers take their workers with them."""
+        for _, process in self._started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        for _, process in self._started:
+            try:
+                process.wait(max(0.05, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._started = []
+
+
+def environment_of(plan: Plan, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What every process of a run has around it, whatever the arm."""
+    return {
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        MARK: plan.directory,
+        **(more or {}),
+    }
+
+
+def module_command(module: str, plan: Plan, python: str = sys.executable) -> list[str]:
+    """`python -m bench.arms.X train plan.json`: the arm's own half inside the workers."""
+    return [python, "-m", module, str(plan.file)]

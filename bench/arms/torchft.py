@@ -1,0 +1,239 @@
+"""TorchFT: a lighthouse, replica groups under torchrun, a commit per step among those present.
+
+    torchft           timeouts of its own example (group 5 s, manager 30 s) and of its README's
+                      lighthouse (join 10 s; heartbeats by default 5 s)
+    torchft:tuned     1 s for groups, heartbeats and joining
+
+DDP: each rank is a replica group of its own. hsdp: two replica groups, FSDP2 within each, the
+manager's allreduce between them. It lives in an environment of its own, made by
+`make torchft-venv`: its dependencies are not ours.
+
+In one thing it is treated better than its example does: the place in the data follows the manager's
+step, so a discarded attempt is repeated with the same samples and a returning replica goes on where
+the others are. What remains lost are the samples of a replica while it is away.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from bench import launch as launching
+from bench import rig
+from bench.arms.arm import ROOT, Processes, environment_of
+from bench.launch import Launch
+from bench.plan import Plan, read
+from keepstep.errors import ConfigError
+
+VENV = ROOT / "build" / "torchft-venv"
+REPLICAS = 2
+"""Replica groups with hsdp."""
+RESTARTS_MAX = 1000
+GROUP, REPLICA = "KSBENCH_GROUP_SECONDS", "REPLICA_GROUP_ID"
+READY_SECONDS_MAX = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    group_seconds: float = 5.0
+    heartbeat_ms: int = 5000
+    join_ms: int = 10_000
+    tick_ms: int = 100
+
+
+VARIANTS = {"": Timeouts(), "tuned": Timeouts(1.0, 1000, 1000)}
+
+
+def arm(variant: str) -> Torchft:
+    if variant not in VARIANTS:
+        raise ConfigError(f"torchft has no variant {variant!r}: tuned, or none")
+    return Torchft(variant)
+
+
+class Torchft:
+    def __init__(self, variant: str = "") -> None:
+        self.name = f"torchft:{variant}" if variant else "torchft"
+        self.timeouts = VARIANTS[variant]
+        self.settings: dict[str, Any] = {**asdict(self.timeouts), **versions()}
+        self.hosts: tuple[launching.Host, ...] = ()
+        self._lighthouse = Processes()
+        self._replicas = Processes()
+
+    def refuses(self, plan: Plan) -> str:
+        if plan.parallel == "fsdp":
+            return "full shard has no replica: TorchFT works across replicas"
+        if plan.parallel == "zero1":
+            return "ZeroRedundancyOptimizer has collectives of its own inside the step"
+        if not (VENV / "bin" / "torchft_lighthouse").exists():
+            return f"no {VENV.relative_to(ROOT)}: make it with `make torchft-venv`"
+        return ""
+
+    def start(self, plan: Plan, launch: Launch) -> None:
+        places = launching.seats(self.hosts, plan.world)
+        groups = plan.world if plan.parallel == "ddp" else REPLICAS
+        size = plan.world // groups
+        home = "localhost" if places[0] == launching.LOCAL else places[0]
+        port = rig.free_port()
+        waits = self.timeouts
+        lighthouse = [str(VENV / "bin" / "torchft_lighthouse"), "--min_replicas", "1"]
+        lighthouse += ["--bind", f"[::]:{port}", "--quorum_tick_ms", str(waits.tick_ms)]
+        lighthouse += ["--join_timeout_ms", str(waits.join_ms)]
+        lighthouse += ["--heartbeat_timeout_ms", str(waits.heartbeat_ms)]
+        around = environment_of(
+            plan,
+            {
+                "TORCHFT_LIGHTHOUSE": f"http://{home}:{port}",
+                "NUM_REPLICA_GROUPS": str(groups),
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                GROUP: str(waits.group_seconds),
+            },
+        )
+        log = plan.room / "lighthouse.log"
+        self._lighthouse.start(launch, places[0], lighthouse, around, log)
+        for group in range(groups):
+            host = places[group * size]
+            command = [str(VENV / "bin" / "python"), "-m", "torch.distributed.run"]
+            command += ["--nnodes", "1", "--nproc-per-node", str(size)]
+            command += ["--max-restarts", str(RESTARTS_MAX), "--rdzv-backend", "c10d"]
+            command += ["--rdzv-endpoint", f"localhost:{rig.free_port()}"]
+            command += ["--rdzv-id", f"{plan.room.name}-{group}"]
+            command += ["-m", "bench.arms.torchft", str(plan.file)]
+            own = {**around, REPLICA: str(group)}
+            log = plan.room / f"replica-{group}.log"
+            self._replicas.start(launch, host, command, own, log)
+
+    def ended(self) -> str:
+        if any(code is not None for code in self._lighthouse.codes()):
+            return "the lighthouse ended"
+        return self._replicas.ended()
+
+    def drain(self, rank: int, pid: int) -> None:
+        # Nothing for it is documented: the process is told to go, and torchrun starts it again.
+        os.kill(pid, signal.SIGTERM)
+
+    def stop(self) -> None:
+        self._replicas.stop()
+        self._lighthouse.stop()
+
+
+def versions() -> dict[str, str]:
+    """Of what is in its environment; read from the names of the installed packages."""
+    found = {}
+    for path in VENV.glob("lib/python*/site-packages/*.dist-info"):
+        name, _, version = path.name.removesuffix(".dist-info").partition("-")
+        if name in ("torch", "torchft_nightly"):
+            found[name] = version
+    return found
+
+
+# ---------------------------------------------------------------- inside the workers
+
+
+def manager_of(group: Any, seconds: float, state: Any, load: Any) -> Any:
+    import torch
+    from torchft import Manager
+    from torchft.checkpointing.pg_transport import PGTransport
+
+    transport = PGTransport(group, timeout=timedelta(seconds=10), device=torch.device("cpu"))
+    return Manager(
+        pg=group,
+        min_replica_size=1,
+        load_state_dict=load,
+        state_dict=state,
+        replica_id=f"bench_{os.environ[REPLICA]}",
+        timeout=timedelta(seconds=30),
+        checkpoint_transport=transport,
+        hostname="localhost",
+        # Every replica makes the same weights from the seed; its documents then advise this.
+        init_sync=False,
+    )
+
+
+def spread(net: Any, plan: Plan, manager: Any, size: int) -> Any:
+    """DDP among all replicas; or FSDP2 within each, and the manager's allreduce between them."""
+    if plan.parallel == "ddp":
+        from torchft import DistributedDataParallel
+
+        return DistributedDataParallel(manager, net)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule
+
+    from bench.workload import model as made
+
+    def between(reduced: Any) -> None:
+        manager.allreduce(reduced).wait()
+
+    made.shard(net, init_device_mesh("cpu", (size,), mesh_dim_names=("shard",)))
+    for part in net.modules():
+        if isinstance(part, FSDPModule):
+            part.set_all_reduce_hook(between)
+    return net
+
+
+def wait_for_all(directory: Path, world: int) -> None:
+    """At the beginning, so that the first quorum is whole. Who comes back does not wait."""
+    deadline = time.monotonic() + READY_SECONDS_MAX
+    while len(list(directory.glob("rank-*.jsonl"))) < world and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def train(plan: Plan) -> None:
+    import torch
+    import torch.distributed as dist
+    from torchft import Optimizer, ProcessGroupGloo
+
+    from bench.workload import model as made
+    from bench.workload.log import TruthLog
+
+    torch.set_num_threads(1)
+    # The group's own store and, with hsdp, its shards' collectives.
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    rank = int(os.environ[REPLICA]) * size + dist.get_rank()
+    data = made.Windows(plan)
+    parts: dict[str, Any] = {}
+
+    def state() -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load(given: dict[str, Any]) -> None:
+        for name, part in parts.items():
+            part.load_state_dict(given[name])
+
+    seconds = float(os.environ[GROUP])
+    group = ProcessGroupGloo(timeout=timedelta(seconds=seconds))
+    manager = manager_of(group, seconds, state, load)
+    model = parts["model"] = spread(made.bare_model(plan, data), plan, manager, size)
+    inner = parts["optimizer"] = made.optimizer_of(model, plan)
+    optimizer = Optimizer(manager, inner)
+    log = TruthLog(plan.truth, rank)
+    log.start()
+    wait_for_all(plan.truth, plan.world)
+    loader, place, loss = made.loader_of(plan, data, rank), -1, 0.0
+    batches, batch = made.batches_from(loader, 0), None
+    while (step := manager.current_step()) < plan.steps:
+        began = time.monotonic_ns()
+        if step != place:
+            if step != place + 1:
+                batches = made.batches_from(loader, step)
+            batch, place = next(batches), step
+        optimizer.zero_grad()
+        loss = float(made.forward_backward(model, batch, rank, plan))
+        marks = made.marks_in(model)
+        optimizer.step()
+        if manager.current_step() > step:
+            log.step(manager.current_step() - 1, began, batch[2].tolist(), marks, loss)
+    log.end(manager.current_step(), made.digest_of(model), loss, data.windows)
+    manager.shutdown(wait=False)
+    # Threads of its own are left behind, and a barrier would wait for replicas that are away.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    train(read(sys.argv[1]))

@@ -1,0 +1,250 @@
+"""Many runs: scenarios, workloads, repetitions, arms; interleaved, kept and told.
+
+The length of a workload's runs is settled first, by a short bare run: as many steps as the bare
+engine does in the wanted time. Then repetition after repetition every arm runs once, in an order
+that moves on by one each time, so that a machine that grows slower meets all arms alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import launch as launching
+from bench import page, record, rig, scenario, tables
+from bench.arms.arm import ROOT, Arm, load
+from bench.harness import Limits, Run
+from bench.plan import Plan
+from keepstep.errors import Permanent
+
+ARMS = "bare,keepstep,torchft,torchft:tuned,checkpoint_restart:sync@20,checkpoint_restart:async@20"
+SWEEP = "checkpoint_restart:sync@5,checkpoint_restart:sync@80,checkpoint_restart:async@5"
+SECONDS, SHORT_SECONDS = 150.0, 25.0
+REPEAT = 3
+CALIBRATION_STEPS = 24
+START_SECONDS = 20.0
+"""What an arm takes to start and to end, roughly: for the estimate."""
+
+MATRIX: tuple[tuple[tuple[str, ...], str, str, str, int], ...] = (
+    # scenarios, workload, size, arms, repetitions
+    (("kills",), "ddp", "3m", ARMS, REPEAT),
+    (("kills",), "ddp", "3m", SWEEP, 1),
+    (
+        ("clean", "single_kill", "llama3", "hangs", "slow_rank", "drain", "trace"),
+        "ddp",
+        "3m",
+        ARMS,
+        1,
+    ),
+    (("kills",), "fsdp", "3m", ARMS, REPEAT),
+    (("clean", "single_kill", "llama3"), "fsdp", "3m", ARMS, 1),
+    (("single_kill", "kills"), "hsdp", "3m", ARMS, 1),
+    (("single_kill", "kills"), "zero1", "3m", "bare,keepstep", 1),
+    (("single_kill",), "ddp", "100m", ARMS, 1),
+)
+"""What a release is judged by. The rates at which restarts matter are repeated, the rest is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One line of the campaign: a scenario with a workload on some arms."""
+
+    scenario: str
+    workload: str
+    size: str
+    arms: tuple[str, ...]
+    repeat: int
+
+
+def run(args: argparse.Namespace) -> int:
+    jobs = [
+        Job(name, workload, args.size, tuple(with_bare(args.arms)), repeat_of(args))
+        for name in args.scenarios
+        for workload in args.workload.split(",")
+    ]
+    return carry_out(jobs, args, "run")
+
+
+def matrix(args: argparse.Namespace) -> int:
+    jobs = [
+        Job(name, workload, size, tuple(with_bare(arms)), repeat_of(args, usual))
+        for scenarios, workload, size, arms, usual in MATRIX
+        for name in scenarios
+    ]
+    if args.list:
+        for job in jobs:
+            print(
+                f"{job.scenario}, {job.workload} {job.size}, {job.repeat}x: {', '.join(job.arms)}"
+            )
+        print(f"about {estimate(jobs, args) / 3600:.1f} hours, if nobody is much slower than bare")
+        return 0
+    return carry_out(jobs, args, "matrix")
+
+
+def with_bare(arms: str) -> list[str]:
+    """The measure of the rest is always there."""
+    return list(dict.fromkeys(["bare", *filter(None, arms.split(","))]))
+
+
+def estimate(jobs: Sequence[Job], args: argparse.Namespace) -> float:
+    """Seconds. Arms that are struck take longer than the bare engine, say by a quarter."""
+    seconds = seconds_of(args)
+    return sum(len(job.arms) * job.repeat * (1.25 * seconds + START_SECONDS) for job in jobs)
+
+
+def seconds_of(args: argparse.Namespace) -> float:
+    return float(args.seconds or (SHORT_SECONDS if args.short else SECONDS))
+
+
+def repeat_of(args: argparse.Namespace, usual: int = REPEAT) -> int:
+    return int(args.repeat or (1 if args.short else usual))
+
+
+def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
+    seconds = seconds_of(args)
+    print(f"machine {record.machine()}; about {estimate(jobs, args) / 60:.0f} min", flush=True)
+    started = time.monotonic()
+    cases: list[dict[str, Any]] = []
+    with rig.scratch("bench") as scratch:
+        room = args.keep.resolve() if args.keep is not None else scratch
+        bench = Campaign(args, room, seconds)
+        try:
+            for job in jobs:
+                cases += [bench.case(job)]
+        except KeyboardInterrupt:
+            print("\ninterrupted: what is complete is kept", flush=True)
+    if not cases:
+        raise Permanent("nothing was completed")
+    kept = {
+        "short": bool(args.short),
+        "seconds": seconds,
+        "took_seconds": round(time.monotonic() - started),
+        "cases": cases,
+    }
+    path = record.keep(f"{name}-short" if args.short else name, kept)
+    whole = record.read(path)
+    out = page_of(path)
+    out.write_text(page.page(whole, path.name), encoding="utf-8")
+    found = tables.groups([whole])
+    print(f"\n{tables.terminal(found)}\n")
+    print(f"raw results: {path}\npage: {out}")
+    return 0 if all(group.completed == group.runs for group in found) else 1
+
+
+def page_of(raw: Path) -> Path:
+    """Beside other things that are made again from raw results: not in git."""
+    directory = ROOT / "build" / "bench"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory / f"{raw.name.removesuffix('.json.gz')}.html"
+
+
+class Campaign:
+    """What the runs of one command share."""
+
+    def __init__(self, args: argparse.Namespace, room: Path, seconds: float) -> None:
+        self.room, self.seconds = room, seconds
+        self._args = args
+        self._hosts = self._read_hosts()
+        self._launch: launching.Launch = (
+            launching.Ssh(str(ROOT)) if self._hosts else launching.Local()
+        )
+        self._number = 0
+        self._steps: dict[tuple[str, str], tuple[int, float]] = {}
+
+    def case(self, job: Job) -> dict[str, Any]:
+        told = scenario.read(job.scenario)
+        plan = Plan(
+            parallel=job.workload, size=job.size, world=self._args.ranks, seed=self._args.seed
+        )
+        steps, step_seconds = self._settle(plan)
+        plan = replace(plan, steps=steps)
+        refused: dict[str, str] = {}
+        for spec in job.arms:
+            arm = self._arm(spec)
+            if why := arm.refuses(plan):
+                refused[arm.name] = why
+        able = [spec for spec in job.arms if self._arm(spec).name not in refused]
+        repetitions = []
+        for number in range(job.repeat):
+            # The order moves on: nobody always runs first, or behind the same neighbour.
+            order = able[number % len(able) :] + able[: number % len(able)]
+            runs = [self._run(spec, told, plan, f"{number + 1}/{job.repeat}") for spec in order]
+            repetitions.append(sorted(runs, key=lambda run: able.index(run["spec"])))
+        return {
+            "scenario": told.name,
+            "title": told.title,
+            "why": told.why,
+            "plan": {**asdict(plan), "directory": ""},
+            "bare_step_seconds": step_seconds,
+            "refused": refused,
+            "repetitions": repetitions,
+        }
+
+    def _settle(self, plan: Plan) -> tuple[int, float]:
+        """How many steps the bare engine does in the wanted time."""
+        key = (plan.parallel, plan.size)
+        if key not in self._steps:
+            trial = replace(plan, steps=CALIBRATION_STEPS)
+            result = self._run("bare", scenario.Scenario("clean", "calibration"), trial, "trial")
+            if result["outcome"] != "completed":
+                raise Permanent(f"the bare engine failed: {result['outcome']}")
+            step = float(result["truth"]["step_seconds"])
+            self._steps[key] = max(CALIBRATION_STEPS, round(self.seconds / step)), step
+        return self._steps[key]
+
+    def _run(
+        self, spec: str, told: scenario.Scenario, plan: Plan, repetition: str
+    ) -> dict[str, Any]:
+        self._number += 1
+        arm = self._arm(spec)
+        name = f"{self._number:03d}-{told.name}-{plan.parallel}-{arm.name.replace(':', '-')}"
+        plan = replace(plan, directory=str(self.room / name))
+        bar = Bar(f"{told.name} {plan.parallel} {repetition} {arm.name}")
+        one = Run(arm, told, plan, self._launch)
+        result = one.go(Limits(self.seconds), bar.told)
+        bar.close(result)
+        if result["outcome"] == "completed" and self._args.keep is None:
+            one.clear()
+        return {"spec": spec, **result}
+
+    def _arm(self, spec: str) -> Arm:
+        arm: Any = load(spec)
+        arm.hosts = self._hosts
+        return arm
+
+    def _read_hosts(self) -> tuple[launching.Host, ...]:
+        if self._args.hostfile is None:
+            return ()
+        return launching.read_hostfile(self._args.hostfile.read_text(encoding="utf-8"))
+
+
+class Bar:
+    """One line that fills; a plain line at its end, also where there is no terminal."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._due = 0.0
+        self._shows = sys.stderr.isatty()
+
+    def told(self, phase: str, done: int, wanted: int) -> None:
+        now = time.monotonic()
+        if not self._shows or now < self._due:
+            return
+        self._due = now + 0.5
+        full = 30 * done // wanted
+        bar = "#" * full + "." * (30 - full)
+        text = f"\r{self._name:<44} {bar} {done}/{wanted} {phase:<9}"
+        print(text, end="", file=sys.stderr, flush=True)
+
+    def close(self, result: dict[str, Any]) -> None:
+        truth = result["truth"]
+        seconds = "-" if truth["seconds"] is None else f"{truth['seconds']:.1f} s"
+        told = f"{truth['steps']} steps, {seconds}, {len(result['strikes'])} strikes"
+        if self._shows:
+            print("\r" + " " * 100 + "\r", end="", file=sys.stderr)
+        print(f"{self._name:<44} {told}: {result['outcome']}", flush=True)

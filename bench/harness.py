@@ -1,0 +1,236 @@
+"""One run of one arm under one scenario: start, strike, watch the truth, stop, evaluate.
+
+    outcome = Run(arm, scenario, plan, launch).go(limits)
+
+What the run is worth is decided by the truth alone: it is complete when the ranks' own files say
+that the last step is finished. An arm that ends early, stands still or takes too long has failed;
+its figures are kept all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import truth
+from bench.arms.arm import ROOT, Arm
+from bench.launch import Launch, end_marked
+from bench.plan import Plan
+from bench.scenario import Scenario, schedule
+from bench.strikes import Striker
+from bench.watch import Watch
+from bench.workload.order import Order
+from keepstep.errors import KeepstepError
+
+LOOK_SECONDS = 0.1
+END_SECONDS = 5.0
+"""After the last step: for the ranks to write their ends."""
+
+SAID_CHARACTERS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    nominal_seconds: float
+    """Of the fault-free run."""
+    start_seconds_max: float = 180.0
+    still_seconds_max: float = 90.0
+    """No new step for this long: it has failed. More than an operator takes to kill what hangs."""
+
+    @property
+    def seconds_max(self) -> float:
+        return 3.0 * self.nominal_seconds + self.still_seconds_max
+
+
+Told = Callable[[str, int, int], None]
+"""(phase, steps finished, steps wanted)"""
+
+
+class Follower:
+    """Reads what is new in the ranks' files."""
+
+    def __init__(self, directory: Path, world: int) -> None:
+        self.logs = truth.Logs()
+        self._paths = [directory / f"rank-{rank}.jsonl" for rank in range(world)]
+        self._read = [0] * world
+        self._world = world
+        self._counted = 0
+        self._by_step: dict[int, set[int]] = {}
+        self.front = 0
+        """Steps that are finished, for the bar and for knowing that something moves."""
+
+    def look(self) -> None:
+        for rank, path in enumerate(self._paths):
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._read[rank])
+                    data = file.read()
+            except FileNotFoundError:
+                continue
+            # Only whole lines: the rest is being written.
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read[rank] += len(whole)
+            self.logs.add(rank, whole.decode(errors="replace"))
+        # Only what is new: to look must cost next to nothing, on the ranks' own cores.
+        for line in self.logs.lines[self._counted :]:
+            ranks = self._by_step.setdefault(line.step, set())
+            ranks.add(line.rank)
+            done = line.step + 1 if len(ranks) == self._world else line.step
+            self.front = max(self.front, done)
+        self._counted = len(self.logs.lines)
+
+    def victim(self, rank: int) -> truth.Start | None:
+        mine = [start for start in list(self.logs.starts) if start.rank == rank]
+        return max(mine, key=lambda start: start.at) if mine else None
+
+
+class Run:
+    def __init__(self, arm: Arm, scenario: Scenario, plan: Plan, launch: Launch) -> None:
+        self.arm, self.scenario, self.plan, self.launch = arm, scenario, plan, launch
+        self._follower = Follower(plan.truth, plan.world)
+
+    def go(self, limits: Limits, told: Told) -> dict[str, Any]:
+        """Everything about the run, for the raw result."""
+        struck = self.arm.name != "bare"
+        strikes = schedule(
+            self.scenario, self.plan.world, limits.nominal_seconds, limits.seconds_max
+        )
+        striker = Striker(
+            self.scenario,
+            strikes if struck else (),
+            self.arm,
+            self.launch,
+            self._follower.victim,
+        )
+        watch = Watch(self.plan.directory, os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+        self.plan.write()
+        began = time.monotonic()
+        watch.start()
+        moved = 0
+        try:
+            self.arm.start(self.plan, self.launch)
+            outcome = self._wait_first(limits, told)
+            start_seconds = time.monotonic() - began
+            if not outcome:
+                watch.begin_counting()
+                striker.begin(self._zero())
+                outcome = self._wait_last(limits, told)
+                moved = watch.moved_bytes()
+        except KeepstepError as error:
+            outcome, start_seconds = f"{type(error).__name__}: {error}", time.monotonic() - began
+        finally:
+            striker.stop()
+            watch.stop()
+            self.arm.stop()
+            left = end_marked(self.plan.directory)
+        self._follower.look()
+        return {
+            "arm": self.arm.name,
+            "settings": self.arm.settings,
+            "outcome": outcome or "completed",
+            "start_seconds": round(start_seconds, 3),
+            "strikes": striker.plain(),
+            "striker_failed": striker.failed,
+            "memory_bytes_max": watch.memory_bytes_max,
+            "moved_bytes": moved,
+            "processes_left": left,
+            "said": self._last_words() if outcome else {},
+            "truth": asdict(self._evaluate(striker)),
+            "lines": self._lines(),
+        }
+
+    def clear(self) -> None:
+        shutil.rmtree(self.plan.room, ignore_errors=True)
+
+    # ------------------------------------------------------------ inside
+
+    def _wait_first(self, limits: Limits, told: Told) -> str:
+        """Until every rank has finished the first step; says what went wrong, or nothing."""
+        deadline = time.monotonic() + limits.start_seconds_max
+        while time.monotonic() < deadline:
+            told("starting", 0, self.plan.steps)
+            self._follower.look()
+            if self._follower.front > 0:
+                return ""
+            if why := self.arm.ended():
+                return f"ended before the first step: {why}"
+            time.sleep(LOOK_SECONDS)
+        return f"no first step within {limits.start_seconds_max:.0f} s"
+
+    def _wait_last(self, limits: Limits, told: Told) -> str:
+        deadline = time.monotonic() + limits.seconds_max
+        high, moved, asked = 0, time.monotonic(), 0.0
+        while time.monotonic() < deadline:
+            self._follower.look()
+            if self._follower.logs.ends:
+                self._wait_ends()
+                return ""
+            now = time.monotonic()
+            if self._follower.front > high:
+                high, moved = self._follower.front, now
+            told("training", high, self.plan.steps)
+            if now - moved > limits.still_seconds_max:
+                return f"no new step for {limits.still_seconds_max:.0f} s, at {high}"
+            if now - asked > 1.0:
+                asked = now
+                if why := self.arm.ended():
+                    return f"ended at step {high}: {why}"
+            time.sleep(LOOK_SECONDS)
+        return f"not done within {limits.seconds_max:.0f} s, at {high}"
+
+    def _wait_ends(self) -> None:
+        deadline = time.monotonic() + END_SECONDS
+        while len(self._follower.logs.ends) < self.plan.world and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+            self._follower.look()
+
+    def _zero(self) -> float:
+        return truth.finish_times(self._follower.logs.lines, self.plan.world)[0]
+
+    def _evaluate(self, striker: Striker) -> truth.Truth:
+        logs = self._follower.logs
+        windows = max((end.windows for end in logs.ends), default=0) or self._windows()
+        order = Order(windows, self.plan.world, self.plan.batch, self.plan.seed)
+        struck = [done.at for done in striker.done if done.pid]
+        return truth.evaluate(logs, truth.Asked(order, self.plan.steps), struck)
+
+    def _windows(self) -> int:
+        """If no rank came to its end, it is counted here."""
+        from pydoc_data.topics import topics
+
+        from bench.workload.order import whole_windows
+
+        characters = sum(map(len, topics.values()))
+        return whole_windows(characters, self.plan.context, self.plan.world, self.plan.batch)
+
+    def _last_words(self) -> dict[str, str]:
+        """The ends of the logs of a run that failed, so that the raw result says why."""
+        said = {}
+        for path in sorted(self.plan.room.rglob("*.log")):
+            text = path.read_text(errors="replace")[-SAID_CHARACTERS:]
+            # Where things lie on this machine is nobody's business.
+            for name, place in (("ROOM", self.plan.room), ("ROOT", ROOT), ("ENV", sys.prefix)):
+                text = text.replace(str(place), name)
+            said[path.name] = text
+        return said
+
+    def _lines(self) -> list[list[Any]]:
+        """The truth itself, compact: rank, step, began and ended in ms since the first, marks."""
+        lines = self._follower.logs.lines
+        zero = min((line.began for line in lines), default=0.0)
+        return [
+            [
+                line.rank,
+                line.step,
+                round(1000 * (line.began - zero)),
+                round(1000 * (line.ended - zero)),
+                list(line.marks),
+            ]
+            for line in lines
+        ]

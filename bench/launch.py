@@ -1,0 +1,164 @@
+"""Where processes are started and struck: here, or over ssh on the hosts of a hostfile.
+
+Two verbs. A scheduler that starts processes itself is one more implementation of them.
+
+    hosts = read_hostfile(path)        one host per line: NAME [slots=N]; `#` begins a comment
+    launch = Ssh(directory) if hosts else Local()
+
+Every process bears a mark in its environment, the run's directory. By it processes are found that
+a system started on its own, to add up their memory and to end what it left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from keepstep.errors import ConfigError, Permanent
+
+MARK = "KSBENCH_RUN"
+LOCAL = "localhost"
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+
+
+class Launch(Protocol):
+    def start(
+        self, host: str, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        """Begin a process on a host; what it says goes to the log here."""
+        ...
+
+    def signal(self, host: str, pid: int, number: signal.Signals) -> bool:
+        """False if there is no such process any more."""
+        ...
+
+
+class Local:
+    """Everything on this machine, whatever the host's name."""
+
+    def start(
+        self, host: str, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                list(command), env=clean(environment), stdout=file, stderr=file, cwd=log.parent
+            )
+
+    def signal(self, host: str, pid: int, number: signal.Signals) -> bool:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return False
+        return not _is_zombie(pid)
+
+
+@dataclass(frozen=True, slots=True)
+class Ssh:
+    """The same directory, environment and Python under the same paths on every host."""
+
+    directory: str
+
+    def start(
+        self, host: str, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        with log.open("ab") as file:
+            return subprocess.Popen(self.line(host, command, environment), stdout=file, stderr=file)
+
+    def signal(self, host: str, pid: int, number: signal.Signals) -> bool:
+        line = [*SSH, host, f"kill -{number.value} {pid}"]
+        return subprocess.run(line, check=False, timeout=30).returncode == 0
+
+    def line(self, host: str, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+        """With a terminal (-tt), so that the far end hangs up when ssh is ended here."""
+        around = [f"{name}={value}" for name, value in sorted(environment.items())]
+        far = shlex.join(["env", *around, *command])
+        return [*SSH, "-tt", host, f"cd {shlex.quote(self.directory)} && exec {far}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    name: str
+    slots: int = 1
+
+
+def read_hostfile(text: str) -> tuple[Host, ...]:
+    """The form of MPI and DeepSpeed."""
+    hosts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name, *rest = words
+        slots = 1
+        for word in rest:
+            key, _, value = word.partition("=")
+            if key != "slots" or not value.isdigit() or int(value) < 1:
+                raise ConfigError(f"hostfile, line {number}: {word!r} is not slots=N")
+            slots = int(value)
+        hosts.append(Host(name, slots))
+    if len({host.name for host in hosts}) < len(hosts):
+        raise ConfigError("hostfile: a host is named twice")
+    return tuple(hosts)
+
+
+def seats(hosts: Sequence[Host], world: int) -> tuple[str, ...]:
+    """The host of each rank: filled one host after another."""
+    if not hosts:
+        return (LOCAL,) * world
+    places = [host.name for host in hosts for _ in range(host.slots)]
+    if len(places) < world:
+        raise ConfigError(f"{world} ranks need as many slots; the hostfile has {len(places)}")
+    return tuple(places[:world])
+
+
+def clean(environment: Mapping[str, str]) -> dict[str, str]:
+    """Ours, without what a launcher around the bench left in it."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("KEEPSTEP_", "TORCHELASTIC_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    return {**kept, **environment}
+
+
+def marked(directory: str) -> Iterator[int]:
+    """Living processes of this machine that bear a run's mark."""
+    wanted = f"{MARK}={directory}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            around = (entry / "environ").read_bytes().split(b"\0")
+            if wanted in around and not _is_zombie(int(entry.name)):
+                yield int(entry.name)
+        except OSError:
+            continue  # It ended while we looked, or is somebody else's.
+
+
+def end_marked(directory: str, seconds_max: float = 10.0) -> int:
+    """Kill what a system left behind; how many there were."""
+    found: set[int] = set()
+    deadline = time.monotonic() + seconds_max
+    while pids := list(marked(directory)):
+        found.update(pids)
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if time.monotonic() > deadline:
+            raise Permanent(f"processes {pids} survive SIGKILL")
+        time.sleep(0.02)
+    return len(found)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return b") Z " in Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return True

@@ -1,0 +1,136 @@
+"""Carries out a schedule against whoever has the rank at that moment, and keeps what was done.
+
+A thread of its own, beside the harness's watching. The victim is the newest process that wrote a
+start into the truth of its rank. If it is dead or not there yet, the strike waits until somebody
+has the rank, at most until the next one is due: a fault that hits nobody would be a gift.
+Everything that was done is recorded, with the time at which it was.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.arms.arm import Arm
+from bench.launch import Launch
+from bench.scenario import Scenario, Strike
+from bench.truth import Start
+
+SLICE_SECONDS = 0.05
+LOOK_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One strike as it was carried out."""
+
+    at: float
+    """On the machine's monotonic clock."""
+    planned: float
+    kind: str
+    rank: int
+    pid: int
+    """0 if nobody had the rank before the next strike was due."""
+
+
+class Striker(threading.Thread):
+    """Strikes from `zero` on until it is stopped."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        schedule: Sequence[Strike],
+        arm: Arm,
+        launch: Launch,
+        victim: Callable[[int], Start | None],
+    ) -> None:
+        super().__init__(name="striker", daemon=True)
+        self.done: list[Done] = []
+        self.failed = ""
+        self._scenario, self._schedule = scenario, list(schedule)
+        self._arm, self._launch, self._victim = arm, launch, victim
+        self._zero = 0.0
+        self._over = threading.Event()
+        self._stopped: list[tuple[float, Start]] = []
+        """Whom an operator kills, and when."""
+
+    def begin(self, zero: float) -> None:
+        self._zero = zero
+        self.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        if self.is_alive():
+            self.join(10.0)
+
+    def plain(self) -> list[dict[str, Any]]:
+        return [asdict(done) for done in self.done]
+
+    def run(self) -> None:
+        try:
+            for number, strike in enumerate(self._schedule):
+                later = self._schedule[number + 1 :]
+                due = self._zero + strike.at
+                until = self._zero + later[0].at if later else due + 60.0
+                if not self._sleep_until(due):
+                    return
+                self._carry_out(strike, until)
+            while not self._over.is_set():
+                self._sleep_until(time.monotonic() + 1.0)
+        except OSError as error:
+            self.failed = f"{type(error).__name__}: {error}"
+
+    def _carry_out(self, strike: Strike, until: float) -> None:
+        victim = self._living(strike.rank, until)
+        now = time.monotonic()
+        pid = victim.pid if victim is not None else 0
+        self.done.append(Done(now, strike.at, strike.kind, strike.rank, pid))
+        if victim is None:
+            return
+        match strike.kind:
+            case "kill":
+                self._launch.signal(victim.host, victim.pid, signal.SIGKILL)
+            case "hang":
+                self._launch.signal(victim.host, victim.pid, signal.SIGSTOP)
+                self._stopped.append((now + self._scenario.operator_seconds, victim))
+            case "slow":
+                self._slow(victim, now + self._scenario.slow_seconds)
+            case "drain":
+                self._arm.drain(strike.rank, victim.pid)
+            case other:
+                raise AssertionError(other)
+
+    def _slow(self, victim: Start, until: float) -> None:
+        """Stopped and continued in slices."""
+        stopped = SLICE_SECONDS * self._scenario.stopped_share
+        while time.monotonic() < until and not self._over.is_set():
+            if not self._launch.signal(victim.host, victim.pid, signal.SIGSTOP):
+                return
+            time.sleep(stopped)
+            self._launch.signal(victim.host, victim.pid, signal.SIGCONT)
+            self._over.wait(SLICE_SECONDS - stopped)
+
+    def _living(self, rank: int, until: float) -> Start | None:
+        while not self._over.is_set():
+            found = self._victim(rank)
+            if found is not None and self._launch.signal(found.host, found.pid, signal.Signals(0)):
+                return found
+            if time.monotonic() >= until:
+                break
+            self._sleep_until(time.monotonic() + LOOK_SECONDS)
+        return None
+
+    def _sleep_until(self, moment: float) -> bool:
+        """Does an operator's work meanwhile. False if all is over."""
+        while (left := moment - time.monotonic()) > 0:
+            due = [s for s in self._stopped if s[0] <= time.monotonic()]
+            for entry in due:
+                self._stopped.remove(entry)
+                self._launch.signal(entry[1].host, entry[1].pid, signal.SIGKILL)
+            if self._over.wait(min(left, 0.2)):
+                return False
+        return not self._over.is_set()

@@ -1,0 +1,289 @@
+"""From raw results to figures and tables. Pure: everything comes out of the files that were kept.
+
+A *group* is all repetitions of one arm under one scenario with one workload. Its figures are
+medians with the smallest and the largest value beside them: with three to five repetitions nothing
+finer would be honest. Ratios are taken within a repetition, against its own bare run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench import figures
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median and its range."""
+
+    middle: float
+    low: float
+    high: float
+    many: int
+
+    def text(self, digits: int = 2, unit: str = "") -> str:
+        if self.many == 1:
+            return f"{self.middle:.{digits}f}{unit}"
+        low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
+        return f"{self.middle:.{digits}f}{unit} [{low}, {high}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One row of a table."""
+
+    scenario: str
+    workload: str
+    arm: str
+    runs: int
+    completed: int
+    outcome: str
+    """Of the first run that did not complete."""
+    seconds: Spread | None
+    to_bare: Spread | None
+    """Completion time by that of the bare run without faults."""
+    goodput: Spread | None
+    """Samples in the model per second, by those of the bare run."""
+    step_ratio: Spread | None
+    recomputed: int
+    lost: int
+    doubled: int
+    foreign: int
+    pauses: tuple[float, ...]
+    loss: Spread | None
+    same_as_bare: str
+    """yes, no, or - where no rank came to its end."""
+    memory_gib: Spread | None
+    moved_gib: Spread | None
+    start_seconds: Spread | None
+    strikes: int
+    refused: str = ""
+
+    @property
+    def pause_text(self) -> str:
+        if not self.pauses:
+            return "-"
+        p50, p95 = (figures.percentile(self.pauses, p) for p in (50, 95))
+        return f"{p50:.2f} / {p95:.2f} / {max(self.pauses):.2f}"
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return Spread(figures.median(known), min(known), max(known), len(known))
+
+
+def groups(results: Sequence[Mapping[str, Any]]) -> list[Group]:
+    """Of one or several raw results; arms in the order in which they were first run."""
+    rows: dict[tuple[str, str, str], list[tuple[Mapping[str, Any], Mapping[str, Any] | None]]] = {}
+    refused: dict[tuple[str, str, str], str] = {}
+    for result in results:
+        for case in result["cases"]:
+            workload = workload_name(case)
+            for repetition in case["repetitions"]:
+                bare = next((run for run in repetition if run["arm"] == "bare"), None)
+                for run in repetition:
+                    key = (case["scenario"], workload, run["arm"])
+                    rows.setdefault(key, []).append((run, bare))
+            for arm, why in case["refused"].items():
+                refused[case["scenario"], workload, arm] = why
+    found = [_group(*key, pairs) for key, pairs in rows.items()]
+    found += [_refused(*key, why) for key, why in refused.items() if key not in rows]
+    order = {
+        key: at for at, key in enumerate(dict.fromkeys((g.scenario, g.workload) for g in found))
+    }
+    return sorted(found, key=lambda g: order[g.scenario, g.workload])
+
+
+def workload_name(case: Mapping[str, Any]) -> str:
+    return f"{case['plan']['parallel']} {case['plan']['size']} x{case['plan']['world']}"
+
+
+def _group(
+    scenario: str,
+    workload: str,
+    arm: str,
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None]],
+) -> Group:
+    runs = [run for run, _ in pairs]
+    bad = [run["outcome"] for run in runs if run["outcome"] != "completed"]
+    ratios, goods, steps, same = [], [], [], set()
+    for run, bare in pairs:
+        if bare is None or bare["truth"]["seconds"] is None:
+            continue
+        mine, its = run["truth"], bare["truth"]
+        if mine["step_seconds"]:
+            steps.append(mine["step_seconds"] / its["step_seconds"])
+        if mine["seconds"] is None:
+            continue
+        ratios.append(mine["seconds"] / its["seconds"])
+        goods.append((1 - mine["lost"] / mine["samples"]) * its["seconds"] / mine["seconds"])
+        if mine["digests"] and its["digests"]:
+            same.add(_same(mine["digests"], its["digests"]))
+    truths = [run["truth"] for run in runs]
+    return Group(
+        scenario,
+        workload,
+        arm,
+        len(runs),
+        len(runs) - len(bad),
+        bad[0] if bad else "",
+        spread(t["seconds"] for t in truths),
+        spread(ratios),
+        spread(goods),
+        spread(steps),
+        sum(t["recomputed"] for t in truths),
+        sum(t["lost"] for t in truths if t["seconds"] is not None),
+        sum(t["doubled"] for t in truths),
+        sum(t["foreign"] for t in truths),
+        tuple(p for t in truths for p in t["pauses"]),
+        spread(t["loss"] for t in truths),
+        "-" if not same else "yes" if same == {True} else "no",
+        spread(run["memory_bytes_max"] / 2**30 for run in runs),
+        spread(run["moved_bytes"] / 2**30 for run in runs),
+        spread(run["start_seconds"] for run in runs),
+        sum(1 for run in runs for s in run["strikes"] if s["pid"]),
+    )
+
+
+def _refused(scenario: str, workload: str, arm: str, why: str) -> Group:
+    return replace(_group(scenario, workload, arm, ()), refused=why)
+
+
+def _same(mine: Mapping[str, str], its: Mapping[str, str]) -> bool:
+    """Rank by rank. A digest is of what that rank holds; all who came to the end must agree."""
+    common = mine.keys() & its.keys()
+    return bool(common) and all(mine[rank] == its[rank] for rank in common)
+
+
+# ---------------------------------------------------------------- text
+
+COLUMNS = (
+    ("arm", "arm"),
+    ("done", "done"),
+    ("seconds", "seconds"),
+    ("to_bare", "x bare"),
+    ("goodput", "goodput"),
+    ("pause", "pause p50/p95/max s"),
+    ("recomputed", "recomp."),
+    ("lost", "lost"),
+    ("doubled", "doubled"),
+    ("step", "step x bare"),
+    ("same", "= bare"),
+    ("loss", "loss"),
+    ("memory", "GiB"),
+    ("moved", "GiB moved"),
+)
+
+
+def cells(group: Group) -> dict[str, str]:
+    def told(value: Spread | None, digits: int = 2) -> str:
+        return "-" if value is None else value.text(digits)
+
+    return {
+        "arm": group.arm,
+        "done": f"{group.completed}/{group.runs}",
+        "seconds": told(group.seconds, 1),
+        "to_bare": told(group.to_bare, 3),
+        "goodput": told(group.goodput, 3),
+        "pause": group.pause_text,
+        "recomputed": str(group.recomputed),
+        "lost": str(group.lost) + (f" +{group.foreign}?" if group.foreign else ""),
+        "doubled": str(group.doubled),
+        "step": told(group.step_ratio, 3),
+        "same": group.same_as_bare,
+        "loss": told(group.loss, 3),
+        "memory": told(group.memory_gib),
+        "moved": told(group.moved_gib),
+    }
+
+
+def terminal(found: Sequence[Group]) -> str:
+    """One table per scenario and workload."""
+    parts = []
+    for key in dict.fromkeys((g.scenario, g.workload) for g in found):
+        mine = [g for g in found if (g.scenario, g.workload) == key]
+        rows = [dict(COLUMNS), *(cells(g) for g in mine if not g.refused)]
+        width = {name: max(len(row[name]) for row in rows) for name, _ in COLUMNS}
+        lines = [f"{key[0]}, {key[1]}"]
+        lines += ["  ".join(row[name].ljust(width[name]) for name, _ in COLUMNS) for row in rows]
+        lines += [f"{g.arm}: not run: {g.refused}" for g in mine if g.refused]
+        lines += [f"{g.arm}: failed: {g.outcome}" for g in mine if g.outcome]
+        parts.append("\n".join(line.rstrip() for line in lines))
+    return "\n\n".join(parts)
+
+
+README_COLUMNS = ("arm", "done", "to_bare", "goodput", "pause", "recomputed", "lost", "same")
+README_HEADS = {
+    "arm": "system",
+    "done": "runs completed",
+    "to_bare": "time, by the bare engine without faults",
+    "goodput": "goodput",
+    "pause": "pause p50 / p95 / max, s",
+    "recomputed": "finished steps computed again",
+    "lost": "samples lost",
+    "same": "weights equal those of the bare engine",
+}
+
+
+def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> str:
+    """The README's tables; each names its raw files, and says if runs were short."""
+    found = groups(results)
+    short = any(result["short"] for result in results)
+    parts = []
+    for scenario, workload in dict.fromkeys((g.scenario, g.workload) for g in found):
+        mine = [g for g in found if (g.scenario, g.workload) == (scenario, workload)]
+        heads = [README_HEADS[name] for name in README_COLUMNS]
+        lines = [f"**{scenario}**, {workload} ranks{', short runs' if short else ''}:", ""]
+        lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+        for group in mine:
+            if group.refused:
+                rest = " |" * (len(README_COLUMNS) - 2)
+                lines.append(f"| {group.arm} | not run: {group.refused} |{rest}")
+                continue
+            row = cells(group)
+            lines.append("| " + " | ".join(row[name] for name in README_COLUMNS) + " |")
+        parts.append("\n".join(lines))
+    files = ", ".join(f"`{name}`" for name in sources)
+    return "\n\n".join([*parts, f"Raw results: {files}; made by `python -m bench table`."])
+
+
+def replaced(text: str, table: str) -> str:
+    """A document with what is between the markers replaced."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"no {BEGIN} … {END} in it")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def compared(first: Sequence[Group], second: Sequence[Group], within: float = 0.15) -> list[str]:
+    """Do two results say the same? One line per common row, and one per ranking."""
+    lines, others = [], {(g.scenario, g.workload, g.arm): g for g in second}
+    for group in first:
+        other = others.get((group.scenario, group.workload, group.arm))
+        if other is None or group.to_bare is None or other.to_bare is None:
+            continue
+        a, b = group.to_bare.middle, other.to_bare.middle
+        off = b / a - 1
+        verdict = "same" if abs(off) <= within else "DIFFERS"
+        name = f"{group.scenario}, {group.workload}, {group.arm}"
+        lines.append(f"{name}: {a:.3f} and {b:.3f} x bare, {off:+.1%}: {verdict}")
+    for key in dict.fromkeys((g.scenario, g.workload) for g in first):
+        ranks = [ranking(some, key) for some in (first, second)]
+        common = [[arm for arm in one if all(arm in other for other in ranks)] for one in ranks]
+        if len(common[0]) > 1:
+            verdict = "same" if common[0] == common[1] else f"DIFFERS: {', '.join(common[1])}"
+            lines.append(f"{key[0]}, {key[1]}: ranking {', '.join(common[0])}: {verdict}")
+    return lines
+
+
+def ranking(found: Sequence[Group], key: tuple[str, str]) -> list[str]:
+    """Arms by completion time against bare, the fastest first; who did not complete is last."""
+    mine = [g for g in found if (g.scenario, g.workload) == key and not g.refused]
+    return [g.arm for g in sorted(mine, key=lambda g: g.to_bare.middle if g.to_bare else 1e9)]

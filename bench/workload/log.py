@@ -1,0 +1,65 @@
+"""What a rank did, written by the workload itself and by no system under test. No torch here.
+
+One file per rank, appended by whoever has that rank at the time; one write per line, so that a
+death cuts at most the last line short. Times are this machine's monotonic clock, in nanoseconds.
+
+    {"k": "start", "pid": 4711, "host": "a", "t": …}
+    {"k": "step", "s": 12, "b": began, "t": applied, "ids": […], "w": [marks by rank], "loss": 2.31}
+    {"k": "end", "s": 100, "t": …, "digest": "…", "loss": 2.1, "windows": 7264}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class TruthLog:
+    """This process's hand in the file of its rank."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._file = os.open(directory / f"rank-{rank}.jsonl", flags, 0o644)
+
+    def start(self) -> None:
+        # A line that a dead predecessor left unfinished must not swallow ours.
+        os.write(self._file, b"\n")
+        host = socket.gethostname()
+        self._say({"k": "start", "pid": os.getpid(), "host": host, "t": time.monotonic_ns()})
+
+    def step(
+        self, number: int, began: int, ids: Sequence[int], marks: Sequence[int], loss: float
+    ) -> None:
+        """The update of this step is in on this rank."""
+        self._say(
+            {
+                "k": "step",
+                "s": number,
+                "b": began,
+                "t": time.monotonic_ns(),
+                "ids": list(ids),
+                "w": list(marks),
+                "loss": round(loss, 6),
+            }
+        )
+
+    def end(self, steps: int, digest: str, loss: float, windows: int) -> None:
+        """Training is over here."""
+        self._say(
+            {
+                "k": "end",
+                "s": steps,
+                "t": time.monotonic_ns(),
+                "digest": digest,
+                "loss": loss,
+                "windows": windows,
+            }
+        )
+
+    def _say(self, plain: dict[str, Any]) -> None:
+        os.write(self._file, json.dumps(plain, separators=(",", ":")).encode() + b"\n")

@@ -1,0 +1,147 @@
+"""Tables and pages of the benches, out of raw results made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import page, tables
+
+
+def a_run(arm, seconds, **truth):
+    told = {
+        "began": 100.0,
+        "steps": 10,
+        "seconds": seconds,
+        "finished": [float(n) for n in range(10)],
+        "recomputed": 0,
+        "samples": 80,
+        "lost": 0,
+        "doubled": 0,
+        "foreign": 0,
+        "disagreements": 0,
+        "pauses": [],
+        "step_seconds": 1.0,
+        "loss": 2.0,
+        "digests": {"0": "a", "1": "b"},
+        "torn": 0,
+    }
+    return {
+        "arm": arm,
+        "settings": {},
+        "outcome": "completed" if seconds is not None else "no new step for 90 s, at 4",
+        "start_seconds": 5.0,
+        "strikes": [] if arm == "bare" else [{"at": 104.0, "pid": 7, "kind": "kill", "rank": 1}],
+        "memory_bytes_max": 2**30,
+        "moved_bytes": 2**30,
+        "truth": {**told, **truth},
+    }
+
+
+def a_result(*repetitions, refused=None, short=False):
+    return {
+        "at": "2026-01-01T00:00:00+00:00",
+        "commit": "0" * 40,
+        "machine": {"cpu": "c", "cores": 2, "memory": "m", "kernel": "k", "load": [1.0, 1.0, 1.0]},
+        "versions": {"torch": "2.13.0"},
+        "short": short,
+        "cases": [
+            {
+                "scenario": "single_kill",
+                "title": "One rank is <killed>",
+                "why": "",
+                "plan": {"parallel": "ddp", "size": "3m", "world": 4, "steps": 10},
+                "refused": refused or {},
+                "repetitions": [list(runs) for runs in repetitions],
+            }
+        ],
+    }
+
+
+def row(result, arm):
+    return next(g for g in tables.groups([result]) if g.arm == arm)
+
+
+def test_ratios_are_taken_within_a_repetition_and_told_by_median_and_range():
+    slow = (a_run("bare", 10.0), a_run("x", 11.0))
+    fast = (a_run("x", 6.0), a_run("bare", 5.0))
+    middle = (a_run("bare", 10.0), a_run("x", 13.0))
+    found = row(a_result(slow, fast, middle), "x").to_bare
+    assert (found.low, found.middle, found.high, found.many) == (1.1, 1.2, 1.3, 3)
+    assert found.text(2) == "1.20 [1.10, 1.30]"
+
+
+def test_goodput_counts_samples_so_that_a_missing_replica_does_not_look_fast():
+    result = a_result((a_run("bare", 10.0), a_run("x", 10.0, lost=20)))
+    assert row(result, "x").to_bare.middle == 1.0
+    assert row(result, "x").goodput.middle == pytest.approx(0.75)
+
+
+def test_weights_are_the_same_only_if_every_rank_and_repetition_says_so():
+    same = (a_run("bare", 10.0), a_run("x", 10.0))
+    other = (a_run("bare", 10.0), a_run("x", 10.0, digests={"0": "a", "1": "c"}))
+    nobody = (a_run("bare", 10.0), a_run("x", 10.0, digests={}))
+    assert row(a_result(same), "x").same_as_bare == "yes"
+    assert row(a_result(same, other), "x").same_as_bare == "no"
+    assert row(a_result(nobody), "x").same_as_bare == "-"
+
+
+def test_a_run_that_failed_is_counted_and_named():
+    failed = a_result((a_run("bare", 10.0), a_run("x", None, loss=None, lost=40)))
+    found = row(failed, "x")
+    assert (found.completed, found.runs, found.to_bare) == (0, 1, None)
+    assert "x: failed: no new step" in tables.terminal([found])
+
+
+def test_an_arm_that_cannot_do_a_workload_says_why():
+    result = a_result((a_run("bare", 10.0),), refused={"y": "no replica"})
+    assert "y: not run: no replica" in tables.terminal(tables.groups([result]))
+    assert "| y | not run: no replica |" in tables.markdown([result], ["f"])
+
+
+def test_the_markdown_names_its_sources_and_says_that_runs_were_short():
+    runs = (a_run("bare", 10.0), a_run("x", 12.0, pauses=[0.1, 0.3]))
+    text = tables.markdown([a_result(runs, short=True)], ["bench/results/run-1.json.gz"])
+    assert "short runs" in text
+    assert "`bench/results/run-1.json.gz`" in text
+    assert "| x | 1/1 | 1.200 | 0.833 | 0.20 / 0.29 / 0.30 | 0 | 0 | yes |" in text
+    assert "short" not in tables.markdown([a_result(runs)], ["f"])
+
+
+def test_only_what_is_between_the_markers_is_replaced():
+    text = f"a\n{tables.BEGIN}\nold\n{tables.END}\nb\n"
+    once = tables.replaced(text, "new")
+    assert once == f"a\n{tables.BEGIN}\nnew\n{tables.END}\nb\n"
+    assert tables.replaced(once, "new") == once
+    with pytest.raises(ValueError, match="no "):
+        tables.replaced("nothing here", "new")
+
+
+def test_two_results_with_the_same_ratios_and_ranking_agree():
+    first, second = (
+        tables.groups([a_result((a_run("bare", b), a_run("x", 1.1 * b), a_run("y", y * b)))])
+        for b, y in ((10.0, 2.0), (20.0, 2.2))
+    )
+    lines = tables.compared(first, second)
+    assert len(lines) == 4
+    assert not any("DIFFERS" in line for line in lines)
+
+
+def test_another_ranking_and_a_ratio_off_by_more_than_15_percent_differ():
+    first = tables.groups([a_result((a_run("bare", 10.0), a_run("x", 11.0), a_run("y", 12.0)))])
+    second = tables.groups([a_result((a_run("bare", 10.0), a_run("x", 14.0), a_run("y", 12.0)))])
+    differs = [line for line in tables.compared(first, second) if "DIFFERS" in line]
+    assert len(differs) == 2
+
+
+def test_a_page_loads_nothing_and_escapes_what_it_is_told():
+    runs = (
+        a_run("bare", 10.0),
+        a_run("<x>", 12.0, pauses=[0.1, 30.0]),
+        a_run("z", None, finished=[]),
+    )
+    text = page.page(a_result(runs), "run-1.json.gz")
+    assert "One rank is &lt;killed&gt;" in text
+    assert "<x>" not in text
+    assert "<script" not in text
+    assert "http" not in text
+    assert text.count("<svg") == 3
