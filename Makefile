@@ -12,6 +12,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_VERSION ?= 2.13.0
+TORCHFT_VERSION ?= 2026.10.26
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
@@ -130,6 +131,20 @@ bench: ## every benchmark; raw results go to bench/results
 	$(BOUND) 1800 $(PY) -m bench.brain
 	$(BOUND) 7200 $(PY) -m bench.pause
 	$(BOUND) 14400 $(PY) -m bench.overhead
+
+# TorchFT in an environment of its own, for `python -m bench`: what it brings with it must not meet
+# ours. torch first and at our version, which its own requirement (2.7 or newer) then accepts.
+.PHONY: torchft-venv
+torchft-venv: build/torchft-venv/.torchft-$(TORCHFT_VERSION) ## TorchFT for the comparison, in build/torchft-venv
+
+build/torchft-venv/.torchft-$(TORCHFT_VERSION):
+	mkdir -p build
+	$(BOUND) 120 $(PYTHON) -m venv build/torchft-venv
+	$(BOUND) 1800 build/torchft-venv/bin/python -m pip install --quiet torch==$(TORCH_VERSION) numpy
+	echo 'torch==$(TORCH_VERSION)' > build/torchft-venv/held.txt
+	$(BOUND) 900 build/torchft-venv/bin/python -m pip install --quiet \
+		-c build/torchft-venv/held.txt torchft-nightly==$(TORCHFT_VERSION)
+	touch $@
 
 .PHONY: docs
 docs: ## check the documents: links resolve, decisions have all their parts

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from bench.launch import MARK, Launch
 from bench.plan import Plan
+from bench.workload.log import GATE
 from keepstep.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,7 @@ def environment_of(plan: Plan, more: Mapping[str, str] | None = None) -> dict[st
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         MARK: plan.directory,
+        **{name: os.environ[name] for name in (GATE,) if name in os.environ},
         **(more or {}),
     }
 

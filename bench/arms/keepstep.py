@@ -24,6 +24,7 @@ from keepstep.cli.cluster import ClusterPlan, NodePlan, find_job
 from keepstep.errors import ConfigError, KeepstepError, Transient
 
 SPARES = 2
+GATE_SECONDS_MAX = 3600.0
 LEVELS = {"": 2, "level1": 1}
 
 
@@ -123,7 +124,7 @@ def train(plan: Plan) -> None:
     session = keepstep.session(build)
     model, optimizer = session.parts["model"], session.parts["optimizer"]
     rank = dist.get_rank()
-    log = TruthLog(plan.truth, rank)
+    log = TruthLog(plan.truth, rank, lambda: session.busy("gate", seconds_max=GATE_SECONDS_MAX))
     log.start()
     loss = 0.0
     passes = plan.steps // (data.windows // (plan.world * plan.batch)) + 1

@@ -6,25 +6,38 @@ death cuts at most the last line short. Times are this machine's monotonic clock
     {"k": "start", "pid": 4711, "host": "a", "t": …}
     {"k": "step", "s": 12, "b": began, "t": applied, "ids": […], "w": [marks by rank], "loss": 2.31}
     {"k": "end", "s": 100, "t": …, "digest": "…", "loss": 2.1, "windows": 7264}
+
+bench.steady sets KSBENCH_GATE, the path of a socket: then each step also passes a gate, at which
+the driver lets arms run in turns. Without it there is none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+GATE = "KSBENCH_GATE"
+Pause = Callable[[], contextlib.AbstractContextManager[None]]
+
 
 class TruthLog:
-    """This process's hand in the file of its rank."""
+    """This process's hand in the file of its rank. `pause`: around a wait at the gate."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, pause: Pause = contextlib.nullcontext) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._file = os.open(directory / f"rank-{rank}.jsonl", flags, 0o644)
+        self._gate: Any = None
+        if path := os.environ.get(GATE):
+            # It lives beside torch; a run without a gate does not need it.
+            from bench.overhead_worker import Gate
+
+            self._gate = Gate(path, rank, pause)
 
     def start(self) -> None:
         # A line that a dead predecessor left unfinished must not swallow ours.
@@ -47,6 +60,8 @@ class TruthLog:
                 "loss": round(loss, 6),
             }
         )
+        if self._gate is not None:
+            self._gate.passed()
 
     def end(self, steps: int, digest: str, loss: float, windows: int) -> None:
         """Training is over here."""
