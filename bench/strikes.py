@@ -19,6 +19,7 @@ from bench.arms.arm import Arm
 from bench.launch import Launch
 from bench.scenario import Scenario, Strike
 from bench.truth import Start
+from keepstep.errors import KeepstepError
 
 SLICE_SECONDS = 0.05
 LOOK_SECONDS = 0.02
@@ -78,11 +79,15 @@ class Striker(threading.Thread):
                 until = self._zero + later[0].at if later else due + 60.0
                 if not self._sleep_until(due):
                     return
-                self._carry_out(strike, until)
+                try:
+                    self._carry_out(strike, until)
+                except KeepstepError as error:
+                    # The system refused; that is part of the result, and the next one comes.
+                    self.failed += f"{strike.kind} of rank {strike.rank}: {error}; "
             while not self._over.is_set():
                 self._sleep_until(time.monotonic() + 1.0)
         except OSError as error:
-            self.failed = f"{type(error).__name__}: {error}"
+            self.failed += f"{type(error).__name__}: {error}"
 
     def _carry_out(self, strike: Strike, until: float) -> None:
         victim = self._living(strike.rank, until)

@@ -22,6 +22,7 @@ from bench.launch import Launch
 from bench.plan import Plan, read
 from keepstep.cli.cluster import ClusterPlan, NodePlan, find_job
 from keepstep.errors import ConfigError, KeepstepError, Transient
+from keepstep.model import JobState
 
 SPARES = 2
 GATE_SECONDS_MAX = 3600.0
@@ -41,6 +42,7 @@ class Keepstep:
         self.hosts: tuple[launching.Host, ...] = ()
         self._stack = ExitStack()
         self._rig: rig.Rig | None = None
+        self._drained: list[str] = []
 
     def refuses(self, plan: Plan) -> str:
         if self.hosts:
@@ -82,12 +84,19 @@ class Keepstep:
         if not job.get("over"):
             return ""
         return (
-            "all processes ended" if job["state"] == "done" else f"{job['state']}: {job['detail']}"
+            "all processes ended"
+            if job["state"] == JobState.FINISHED
+            else f"{job['state']}: {job['detail']}"
         )
 
     def drain(self, rank: int, pid: int) -> None:
         assert self._rig is not None, "started"
-        self._rig.cluster.client.drain(self._rig.node_of(rank), {"why": "bench"})
+        client = self._rig.cluster.client
+        # Who was drained before is through with its maintenance, and may serve again.
+        for node in self._drained:
+            client.undrain(node, {"why": "bench"})
+        self._drained = [self._rig.node_of(rank)]
+        client.drain(self._drained[0], {"why": "bench"})
 
     def stop(self) -> None:
         self._stack.close()
