@@ -35,8 +35,8 @@ class Launch(Protocol):
         """Begin a process on a host; what it says goes to the log here."""
         ...
 
-    def signal(self, host: str, pid: int, number: signal.Signals) -> bool:
-        """False if there is no such process any more."""
+    def signal(self, host: str, pid: int, number: int) -> bool:
+        """False if there is no such process any more. Number 0 only asks."""
         ...
 
 
@@ -51,7 +51,7 @@ class Local:
                 list(command), env=clean(environment), stdout=file, stderr=file, cwd=log.parent
             )
 
-    def signal(self, host: str, pid: int, number: signal.Signals) -> bool:
+    def signal(self, host: str, pid: int, number: int) -> bool:
         try:
             os.kill(pid, number)
         except ProcessLookupError:
@@ -71,8 +71,8 @@ class Ssh:
         with log.open("ab") as file:
             return subprocess.Popen(self.line(host, command, environment), stdout=file, stderr=file)
 
-    def signal(self, host: str, pid: int, number: signal.Signals) -> bool:
-        line = [*SSH, host, f"kill -{number.value} {pid}"]
+    def signal(self, host: str, pid: int, number: int) -> bool:
+        line = [*SSH, host, f"kill -{int(number)} {pid}"]
         return subprocess.run(line, check=False, timeout=30).returncode == 0
 
     def line(self, host: str, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:

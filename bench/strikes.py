@@ -122,7 +122,7 @@ class Striker(threading.Thread):
     def _living(self, rank: int, until: float) -> Start | None:
         while not self._over.is_set():
             found = self._victim(rank)
-            if found is not None and self._launch.signal(found.host, found.pid, signal.Signals(0)):
+            if found is not None and self._launch.signal(found.host, found.pid, 0):
                 return found
             if time.monotonic() >= until:
                 break
@@ -135,7 +135,9 @@ class Striker(threading.Thread):
             due = [s for s in self._stopped if s[0] <= time.monotonic()]
             for entry in due:
                 self._stopped.remove(entry)
-                self._launch.signal(entry[1].host, entry[1].pid, signal.SIGKILL)
+                # Only who still has the rank: of who was replaced, the pid may be another's now.
+                if self._victim(entry[1].rank) == entry[1]:
+                    self._launch.signal(entry[1].host, entry[1].pid, signal.SIGKILL)
             if self._over.wait(min(left, 0.2)):
                 return False
         return not self._over.is_set()
