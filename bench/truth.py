@@ -135,8 +135,13 @@ class Asked:
 
 def evaluate(logs: Logs, asked: Asked, strikes: Sequence[float]) -> Truth:
     """`strikes`: when each fault was carried out, on the same clock as the lines."""
-    lines = [line for line in logs.lines if 0 <= line.step < asked.steps]
     over = min((end.at for end in logs.ends if end.steps >= asked.steps), default=None)
+    # Who comes back when the others have finished finds nobody: what it does then is no part of it.
+    lines = [
+        line
+        for line in logs.lines
+        if 0 <= line.step < asked.steps and (over is None or line.began < over)
+    ]
     finished = finish_times(lines, asked.order.world, over)
     whole = list(itertools.takewhile(lambda s: s in finished, range(asked.steps)))
     times = tuple(finished[step] for step in whole)

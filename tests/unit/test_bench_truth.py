@@ -156,6 +156,15 @@ def test_an_end_proves_the_last_step_where_a_rank_is_away(written):
     assert found.lost == 2
 
 
+def test_what_a_rank_does_after_the_first_end_is_no_part_of_the_run(written):
+    written.run()
+    written.end(6.0, ranks=(0,))
+    # Started anew while the others were leaving: it found nobody and began from the top, alone.
+    written.step(0, 7.0, 8.0, ranks=(1,), contributors=(1,))
+    found = written.found()
+    assert (found.recomputed, found.lost, found.disagreements) == (0, 0, 0)
+
+
 def test_a_line_cut_short_is_counted_and_not_guessed_at():
     logs = truth.Logs()
     logs.add(
