@@ -132,6 +132,10 @@ bench: ## every benchmark; raw results go to bench/results
 	$(BOUND) 7200 $(PY) -m bench.pause
 	$(BOUND) 14400 $(PY) -m bench.overhead
 
+.PHONY: bench-systems
+bench-systems: torchft-venv ## Keepstep, TorchFT and checkpoint-restart side by side; a few hours
+	$(BOUND) 43200 $(PY) -m bench matrix
+
 # TorchFT in an environment of its own, for `python -m bench`: what it brings with it must not meet
 # ours. torch first and at our version, which its own requirement (2.7 or newer) then accepts.
 .PHONY: torchft-venv

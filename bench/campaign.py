@@ -117,11 +117,10 @@ def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
     with rig.scratch("bench") as scratch:
         room = args.keep.resolve() if args.keep is not None else scratch
         bench = Campaign(args, room, seconds)
-        try:
-            for job in jobs:
+        for job in jobs:
+            if not bench.interrupted:
                 cases += [bench.case(job)]
-        except KeyboardInterrupt:
-            print("\ninterrupted: what is complete is kept", flush=True)
+    cases = [case for case in cases if case["repetitions"]]
     if not cases:
         raise Permanent("nothing was completed")
     kept = {
@@ -152,6 +151,7 @@ class Campaign:
 
     def __init__(self, args: argparse.Namespace, room: Path, seconds: float) -> None:
         self.room, self.seconds = room, seconds
+        self.interrupted = False
         self._args = args
         self._hosts = self._read_hosts()
         self._launch: launching.Launch = (
@@ -173,12 +173,19 @@ class Campaign:
             if why := arm.refuses(plan):
                 refused[arm.name] = why
         able = [spec for spec in job.arms if self._arm(spec).name not in refused]
-        repetitions = []
-        for number in range(job.repeat):
-            # The order moves on: nobody always runs first, or behind the same neighbour.
-            order = able[number % len(able) :] + able[: number % len(able)]
-            runs = [self._run(spec, told, plan, f"{number + 1}/{job.repeat}") for spec in order]
-            repetitions.append(sorted(runs, key=lambda run: able.index(run["spec"])))
+        repetitions: list[list[dict[str, Any]]] = []
+        try:
+            for number in range(job.repeat):
+                repetitions.append([])
+                # The order moves on: nobody always runs first, or behind the same neighbour.
+                for spec in able[number % len(able) :] + able[: number % len(able)]:
+                    one = self._run(spec, told, plan, f"{number + 1}/{job.repeat}")
+                    repetitions[-1].append(one)
+        except (KeyboardInterrupt, SystemExit):
+            print("\ninterrupted: the runs that are complete are kept", flush=True)
+            self.interrupted = True
+        for runs in repetitions:
+            runs.sort(key=lambda run: able.index(run["spec"]))
         return {
             "scenario": told.name,
             "title": told.title,
@@ -186,7 +193,7 @@ class Campaign:
             "plan": {**asdict(plan), "directory": ""},
             "bare_step_seconds": step_seconds,
             "refused": refused,
-            "repetitions": repetitions,
+            "repetitions": [runs for runs in repetitions if runs],
         }
 
     def _settle(self, plan: Plan) -> tuple[int, float]:
