@@ -27,6 +27,7 @@ SWEEP = "checkpoint_restart:sync@5,checkpoint_restart:sync@80,checkpoint_restart
 SECONDS, SHORT_SECONDS = 150.0, 25.0
 REPEAT = 3
 CALIBRATION_STEPS = 24
+INTERRUPTED = 130
 START_SECONDS = 20.0
 """What an arm takes to start and to end, roughly: for the estimate."""
 
@@ -82,8 +83,13 @@ def matrix(args: argparse.Namespace) -> int:
             print(f"{job.scenario}, {job.workload} {job.size}, {job.repeat}x: {able}")
         print(f"about {estimate(jobs, args) / 3600:.1f} hours, if nobody is much slower than bare")
         return 0
-    # A file for each: a night's work is not lost with its last run.
-    return max(carry_out([job], args, "matrix") for job in jobs)
+    worst = 0
+    for job in jobs:
+        # A file for each: a night's work is not lost with its last run.
+        worst = max(worst, carry_out([job], args, "matrix"))
+        if worst == INTERRUPTED:
+            break
+    return worst
 
 
 def with_bare(arms: str) -> list[str]:
@@ -136,6 +142,8 @@ def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
     found = tables.groups([whole])
     print(f"\n{tables.terminal(found)}\n")
     print(f"raw results: {path}\npage: {out}")
+    if bench.interrupted:
+        return INTERRUPTED
     return 0 if all(group.completed == group.runs for group in found) else 1
 
 
