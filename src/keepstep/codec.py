@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -22,6 +24,7 @@ T = TypeVar("T")
 
 ITEMS_MAX = 1_000_000
 """No list or mapping in a record is longer: a hostile peer must not make us allocate for ever."""
+INTEGER_BOUND = 2**63
 
 
 def to_plain(value: object) -> Any:
@@ -66,12 +69,32 @@ def dumps(plain: object) -> bytes:
 
 
 def loads(data: bytes | str) -> Any:
-    """Decode JSON; anything malformed is a WireError, never a crash."""
+    """Decode JSON; anything malformed is a WireError, never a crash.
+
+    Stricter than Python's own reader: UTF-8 only, no NaN and no Infinity (nobody could write them
+    down again), no half of a surrogate pair (nobody could send it on).
+    """
     try:
-        # Given bytes, json would first look which of five encodings they have.
-        return json.loads(data if isinstance(data, str) else data.decode())
+        text = data if isinstance(data, str) else data.decode()
+        plain = _DECODER.decode(text)
+        if _SURROGATE_ESCAPE.search(text):
+            json.dumps(plain, ensure_ascii=False).encode()
+        return plain
     except (ValueError, RecursionError) as error:
-        raise WireError(f"not JSON: {error}") from error
+        raise WireError(f"not JSON: {_shortened(error)}") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _shortened(error: Exception) -> str:
+    # What an encoding error quotes may be as long as the whole message.
+    return str(error)[:200]
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 _Reader = Callable[[object, str], Any]
@@ -127,7 +150,7 @@ def _dataclass(kind: Any) -> _Reader:
             readers.update({name: _reader(hints[name]) for name in fields})
         unknown = plain.keys() - fields.keys()
         if unknown:
-            raise WireError(f"{path}: unknown key {min(unknown)!r}")
+            raise WireError(f"{path}: unknown key {_quoted(min(unknown))}")
         missing = required - plain.keys()
         if missing:
             raise WireError(f"{path}: missing key {min(missing)!r}")
@@ -178,7 +201,7 @@ def _mapping(key: Any, value: Any) -> _Reader:
             raise WireError(f"{path}: {len(plain)} items, at most {ITEMS_MAX}")
         item = _reader(value)
         key_reader = _key_reader(key)
-        return {key_reader(k, path): item(v, f"{path}.{k}") for k, v in plain.items()}
+        return {key_reader(k, path): item(v, f"{path}.{k[:40]}") for k, v in plain.items()}
 
     return read
 
@@ -194,7 +217,7 @@ def _key_reader(key: Any) -> _Reader:
         try:
             return int(str(plain))
         except ValueError:
-            raise WireError(f"{path}: key {plain!r} is not a number") from None
+            raise WireError(f"{path}: key {_quoted(plain)} is not a number") from None
 
     return read
 
@@ -202,9 +225,10 @@ def _key_reader(key: Any) -> _Reader:
 def _enum(kind: Any) -> _Reader:
     def read(plain: object, path: str) -> Any:
         try:
-            return kind(plain)
+            # Only a scalar: the enum's own error would quote all of a list.
+            return kind(plain if isinstance(plain, str | int) else None)
         except ValueError:
-            raise WireError(f"{path}: {plain!r} is not a {kind.__name__}") from None
+            raise WireError(f"{path}: {_quoted(plain)} is not a {kind.__name__}") from None
 
     return read
 
@@ -212,25 +236,52 @@ def _enum(kind: Any) -> _Reader:
 def _one_of(allowed: frozenset[object]) -> _Reader:
     def read(plain: object, path: str) -> Any:
         if not isinstance(plain, str | int) or plain not in allowed:
-            raise WireError(f"{path}: {plain!r} is not one of {sorted(map(str, allowed))}")
+            known = sorted(map(str, allowed))
+            raise WireError(f"{path}: {_quoted(plain)} is not one of {known}")
         return plain
 
     return read
 
 
-def _exactly(*kinds: type) -> _Reader:
+def _exactly(kind: type) -> _Reader:
     def read(plain: object, path: str) -> Any:
-        # bool is an int in Python, but a flag is no number on the wire.
-        if not isinstance(plain, kinds) or (isinstance(plain, bool) and bool not in kinds):
-            raise WireError(f"{path}: expected {kinds[0].__name__}, got {type(plain).__name__}")
-        return kinds[0](plain)
+        if not isinstance(plain, kind):
+            raise WireError(f"{path}: expected {kind.__name__}, got {type(plain).__name__}")
+        return kind(plain)
 
     return read
 
 
+def _quoted(plain: object) -> str:
+    """What was sent, as an error may repeat it: hostile text is long, and lists are deep."""
+    text = repr(plain) if isinstance(plain, str | int | float | None) else type(plain).__name__
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _integer(plain: object, path: str) -> int:
+    """Within 64 bits: JSON has no bound, and a number of 4,000 digits is nobody's step."""
+    # Not isinstance: bool is an int in Python, but a flag is no number on the wire.
+    if type(plain) is not int:
+        raise WireError(f"{path}: expected int, got {type(plain).__name__}")
+    if not -INTEGER_BOUND <= plain < INTEGER_BOUND:
+        raise WireError(f"{path}: a number beyond 64 bits")
+    return plain
+
+
+def _float(plain: object, path: str) -> float:
+    """A number that can be written down again: 1e999 reads as infinity."""
+    if type(plain) is int:
+        return float(_integer(plain, path))
+    if type(plain) is not float:
+        raise WireError(f"{path}: expected float, got {type(plain).__name__}")
+    if not math.isfinite(plain):
+        raise WireError(f"{path}: a number beyond all floats")
+    return plain
+
+
 _SCALARS: dict[Any, _Reader] = {
     str: _exactly(str),
-    int: _exactly(int),
-    float: _exactly(float, int),
+    int: _integer,
+    float: _float,
     bool: _exactly(bool),
 }

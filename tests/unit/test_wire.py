@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import json
@@ -154,3 +155,46 @@ def test_frames_are_found_however_the_bytes_are_cut(whys: list[str], data: st.Da
     for begin, end in itertools.pairwise([0, *cuts, len(stream)]):
         found += decoder.feed(stream[begin:end])
     assert found == messages
+
+
+def a_stall(seconds: str) -> bytes:
+    facts = '"node":"a","job":"b","generation":1,"ranks":[],"seconds":'
+    return f'{{"v":1,"kind":"Stalled","body":{{{facts}{seconds}}}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        a_stall("1e999"),
+        a_stall("-1e999"),
+        a_stall("NaN"),
+        a_stall("Infinity"),
+        a_stall("1" + "0" * 400),
+        a_stall("9" * 5000),
+        a_stall("true"),
+        b'{"v":1,"kind":"Heartbeat","body":{"node":"\\ud800"}}',
+        b'{"v":1,"kind":"Heartbeat","body":{"node":"\xed\xa0\x80"}}',
+        '{"v":1,"kind":"Heartbeat","body":{"node":"a"}}'.encode("utf-16"),
+        b'{"v":true,"kind":"Heartbeat","body":{"node":"a"}}',
+        b'{"v":1,"kind":"Heartbeat","body":{"node":' + b"[" * 100_000,
+        b'{"v":1,"kind":"Health","body":{"node":"a","severity":' + b"[" * 900 + b"]" * 900 + b"}}",
+        b'{"v":%s,"kind":[],"body":1}' % (b"[" * 900 + b"]" * 900),
+    ],
+    ids=range(14),
+)
+def test_what_could_not_be_passed_on_is_not_taken_in(data: bytes):
+    with pytest.raises(WireError) as refused:
+        wire.decode(data)
+    assert len(str(refused.value)) < 400, "an error does not repeat all that a stranger sent"
+    assert isinstance(wire.decode(a_stall("3")).seconds, float)
+
+
+def test_a_stranger_may_not_announce_what_a_friend_may():
+    async def read(bytes_max: int) -> object:
+        stream = asyncio.StreamReader()
+        stream.feed_data(wire.encode(wire.Refused("x" * 2000)))
+        return await wire.read(stream, bytes_max)
+
+    assert isinstance(asyncio.run(read(wire.STRANGER_BYTES_MAX)), wire.Refused)
+    with pytest.raises(WireError, match="over the limit of 1000"):
+        asyncio.run(read(1000))
