@@ -86,11 +86,28 @@ class OrchestratorConfig:
     """What signs the jobs' exported chains: 64 hexadecimal digits, made by `keepstep admin keys
     --new`. Empty: `account.key` beside a journal that is a file, made with it; a journal in a
     database needs this setting, the same key on every orchestrator, or exports are not signed."""
+    tls_directory: str = ""
+    """Where this orchestrator's tls.crt, tls.key and ca.crt are; renewed files serve from the next
+    handshake on. Then it speaks https:// only, and an agent's certificate must name its node.
+    Without it all is plain text: for loopback, and for networks that are encrypted below."""
+    tls_certificates: str = "agents"
+    """Who must show a certificate: agents, or all. Alertmanager, browsers and the probes of
+    Kubernetes often have none; what they may do is their token's business."""
+    tokens_file: str = ""
+    """Tokens with roles and projects, by digest: made by `keepstep admin token new`, read again
+    when it changes. The cluster's own token (--token-file) may do everything in any case."""
+    requests_per_second_max: float = 2000.0
+    """Requests that one token may make, on average; twice as many at once. Beyond it: 429. All the
+    launchers of a large job share a token, and ask within a moment when something was decided."""
+    event_streams_max: int = 4096
+    """Clients of /v1/events at a time: one launcher per node of a job, `watch`, pages. Beyond it:
+    429. Each holds a connection and a task."""
     alerts_file: str = ""
     """Which alerts of Alertmanager mean which taints: a TOML file, read and checked at the start;
     see docs/examples/alerts.toml. Without one no alert means anything here."""
 
     def __post_init__(self) -> None:
+        need(self.tls_certificates in ("agents", "all"), "tls_certificates: agents or all")
         need(self.journal_synchronous in ("full", "normal"), "journal_synchronous: full or normal")
         ordered(self, "tick_busy_seconds", "tick_seconds")
         ordered(self, "late_seconds_max", "silent_seconds_max")
@@ -145,6 +162,9 @@ class AgentSettings:
     health_seconds_max: float = 20.0
     """One that runs longer is killed with its children, and has said nothing: a probe that hangs
     proves no fault of the devices that train."""
+    tls_directory: str = ""
+    """Where this node's tls.crt, tls.key and ca.crt are, for orchestrators at https://; else
+    $KEEPSTEP_TLS_DIRECTORY. Renewed files are taken at the next connect."""
 
     def __post_init__(self) -> None:
         positive(self)

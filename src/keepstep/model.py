@@ -174,6 +174,9 @@ class Policy:
     """Whether jobs of lower priority may be parked when this one finds no other spare."""
     move_home: bool = False
     """Whether ranks go back to the node they started on, once it is well again."""
+    encrypt_state: bool = False
+    """Whether state that moves between workers is encrypted, with keys from the generation's own
+    secret. Gradients are not: those are torch's; see docs/security.md."""
     home_clean_seconds: float = 1800.0
     """A node must be without a fault for this long before ranks go home to it; doubled with each
     relapse, up to a day."""
@@ -206,6 +209,9 @@ class JobSpec:
     tee: bool = True
     terms: str = ""
     """The digest of the guarantee's terms that it runs under; empty: none were named."""
+    project: str = ""
+    """Whose it is: tokens of a project see and touch its own jobs only. Empty: nobody's but those
+    who see everything."""
     policy: Policy = field(default_factory=Policy)
 
     @property

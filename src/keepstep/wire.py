@@ -38,6 +38,8 @@ from keepstep.model import (
 VERSION = 1
 DIGEST = "lane-poly-1"
 FRAME_BYTES_MAX = 64 * 1024 * 1024
+STRANGER_BYTES_MAX = 1024 * 1024
+"""Of a frame whose sender has not been authenticated yet."""
 
 # ---------------------------------------------------------------- agent -> orchestrator
 
@@ -534,6 +536,25 @@ class Entry:
     why: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Greet:
+    """The first word of a sealed conversation with a peer port (keepstep/sealed.py): the question
+    and its answer travel inside."""
+
+    job: JobId
+    secret_id: str
+    """Which of the job's secrets is meant, by digest."""
+    word: str
+    """Base64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """Each further one, in both directions: of the handshake, then sealed messages."""
+
+    word: str
+
+
 # ---------------------------------------------------------------- framing
 
 _KINDS: dict[str, type] = {
@@ -558,6 +579,8 @@ _KINDS: dict[str, type] = {
         WorkerEnding,
         FetchEntry,
         Entry,
+        Greet,
+        Word,
     )
 }
 _ACTIONS: dict[str, type] = {
@@ -626,11 +649,14 @@ def from_plain(plain: object) -> Message:
     """Strictly read what `to_plain` wrote."""
     if not isinstance(plain, dict) or plain.keys() != {"v", "kind", "body"}:
         raise WireError("a message is an object with v, kind and body")
-    if plain["v"] != VERSION:
-        raise WireError(f"version {plain['v']!r} is not spoken here; this side speaks {VERSION}")
-    kind = _KINDS.get(plain["kind"]) if isinstance(plain["kind"], str) else None
+    version, name = plain["v"], plain["kind"]
+    if type(version) is not int or version != VERSION:
+        said = version if isinstance(version, int) else type(version).__name__
+        raise WireError(f"version {said} is not spoken here; this side speaks {VERSION}")
+    kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise WireError(f"unknown message {plain['kind']!r}")
+        said = repr(name[:40]) if isinstance(name, str) else type(name).__name__
+        raise WireError(f"unknown message {said}")
     if kind is not Order:
         return codec.from_plain(kind, plain["body"])
     return _order_from_plain(plain["body"])
@@ -643,7 +669,8 @@ def _order_from_plain(body: object) -> Order:
     name = action.get("kind")
     kind = _ACTIONS.get(name) if isinstance(name, str) else None
     if action.keys() != {"kind", "body"} or kind is None:
-        raise WireError(f"Order.action: unknown action {name!r}")
+        said = repr(name[:40]) if isinstance(name, str) else type(name).__name__
+        raise WireError(f"Order.action: unknown action {said}")
     done: Action = codec.from_plain(kind, action["body"])
     header = codec.from_plain(_OrderHeader, {k: v for k, v in body.items() if k != "action"})
     return Order(header.term, header.generation, header.order_id, header.job, header.nodes, done)
@@ -662,9 +689,13 @@ class _Reader(Protocol):
     async def readexactly(self, n: int, /) -> bytes: ...
 
 
-async def read(stream: _Reader) -> Message:
-    """The next message of an asyncio stream; raises asyncio.IncompleteReadError at its end."""
-    return decode(await stream.readexactly(_frame_bytes(await stream.readexactly(_LENGTH.size))))
+async def read(stream: _Reader, bytes_max: int = FRAME_BYTES_MAX) -> Message:
+    """The next message of an asyncio stream; raises asyncio.IncompleteReadError at its end.
+
+    `bytes_max`: less, as long as nobody knows who is talking.
+    """
+    length = _frame_bytes(await stream.readexactly(_LENGTH.size), bytes_max)
+    return decode(await stream.readexactly(length))
 
 
 class Decoder:
@@ -695,8 +726,8 @@ class Decoder:
         return messages
 
 
-def _frame_bytes(prefix: bytes | bytearray) -> int:
+def _frame_bytes(prefix: bytes | bytearray, bytes_max: int = FRAME_BYTES_MAX) -> int:
     (length,) = _LENGTH.unpack(prefix)
-    if length > FRAME_BYTES_MAX:
-        raise WireError(f"a frame of {length} bytes is over the limit of {FRAME_BYTES_MAX}")
+    if length > bytes_max:
+        raise WireError(f"a frame of {length} bytes is over the limit of {bytes_max}")
     return int(length)

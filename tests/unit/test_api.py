@@ -17,12 +17,14 @@ from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig
 from keepstep.model import JobId, JobSpec, NodeId, Phase, Policy, Severity, Sign
 from keepstep.orchestrator import alerts, api, events, openapi
+from keepstep.orchestrator.access import Gate
 from keepstep.orchestrator.api import ROUTES, Api
 from keepstep.orchestrator.http import BadRequest, Request, Response, Streamed, Upgraded
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.routes import Route, read_fields
 from keepstep.orchestrator.run import Orchestrator
 from keepstep.orchestrator.stepped import Waiting
+from keepstep.orchestrator.tokens import Tokens
 
 COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
 DOCUMENT = json.loads(COMMITTED.read_text(encoding="utf-8"))
@@ -131,7 +133,8 @@ async def serving(directory: Path) -> AsyncIterator[Server]:
     orchestrator = Orchestrator(
         journal, OrchestratorConfig(), RealClock(), TOKEN, lambda *_, **__: None
     )
-    server = Server(Api(orchestrator, journal, TOKEN, RULES, lambda *_, **__: None), orchestrator)
+    gate = Gate(Tokens(TOKEN))
+    server = Server(Api(orchestrator, journal, gate, RULES, lambda *_, **__: None), orchestrator)
     working = asyncio.create_task(orchestrator._work())
     try:
         yield server

@@ -18,7 +18,7 @@ from pathlib import Path
 from keepstep.agent import log
 from keepstep.agent.room import clear
 from keepstep.agent.run import AgentConfig, run
-from keepstep.agent.stream import parse_endpoints
+from keepstep.agent.stream import is_secure, parse_endpoints
 from keepstep.config import AgentSettings, load
 from keepstep.errors import ConfigError
 from keepstep.model import NodeId
@@ -61,7 +61,7 @@ def parse(arguments: list[str], environment: dict[str, str]) -> AgentConfig:
     parser = argparse.ArgumentParser(prog="python -m keepstep.agent")
     parser.add_argument("--node", required=True, help="this node's name, unique in the cluster")
     parser.add_argument("--slots", type=int, default=1, help="workers that fit here")
-    parser.add_argument("--orchestrator", required=True, help="http://HOST:PORT[,http://…]")
+    parser.add_argument("--orchestrator", required=True, help="https://HOST:PORT[,https://…]")
     parser.add_argument("--address", default="127.0.0.1", help="where other nodes reach this one")
     parser.add_argument("--room", type=Path, required=True, help="a directory on tmpfs")
     parser.add_argument("--token", default=environment.get("KEEPSTEP_TOKEN", ""))
@@ -73,6 +73,13 @@ def parse(arguments: list[str], environment: dict[str, str]) -> AgentConfig:
     settings = load(AgentSettings, told.config, environment)
     if told.health_program is not None:
         settings = replace(settings, health_program=told.health_program)
+    secure = is_secure(told.orchestrator)
+    directory = settings.tls_directory or environment.get("KEEPSTEP_TLS_DIRECTORY", "")
+    if secure and not directory:
+        raise ConfigError(
+            "https:// needs this node's certificate: set tls_directory in [agent], or "
+            "$KEEPSTEP_TLS_DIRECTORY, to a directory with tls.crt, tls.key and ca.crt"
+        )
     labels = {}
     for label in ",".join(told.labels).split(",") if told.labels else ():
         key, equals, value = label.partition("=")
@@ -89,6 +96,7 @@ def parse(arguments: list[str], environment: dict[str, str]) -> AgentConfig:
         labels=labels,
         host_store=not told.no_store,
         settings=settings,
+        tls_directory=Path(directory).absolute() if secure else None,
     )
 
 

@@ -30,7 +30,7 @@ from keepstep.agent.probes import Probes
 from keepstep.agent.reports import Reports
 from keepstep.agent.room import Room, WorkerRecord, kill_group
 from keepstep.agent.store import Store
-from keepstep.agent.stream import Stream
+from keepstep.agent.stream import Stream, secured
 from keepstep.agent.tee import Tee
 from keepstep.agent.workers import Worker, Workers
 from keepstep.config import AgentSettings
@@ -61,6 +61,8 @@ class AgentConfig:
     host_store: bool = True
     """False only where no job needs a rendezvous: tests without torch."""
     settings: AgentSettings = AgentSettings()
+    tls_directory: Path | None = None
+    """This node's certificate, where the orchestrators are https://."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -85,7 +87,10 @@ class Agent:
         self.links = Links(self.room.agent_socket, self._on_link)
         self.peer = Peer(self.room)
         self.store = Store(self.room, self._on_store_lost)
-        self.stream = Stream(config.orchestrators, config.token, self._greeting, self._on_stream)
+        secure = secured(config.tls_directory) if config.tls_directory else None
+        self.stream = Stream(
+            config.orchestrators, config.token, self._greeting, self._on_stream, secure
+        )
         self.probes = Probes(self.room, self.workers, self.tee, self.stream.send)
         self.health: Health | None = None
         if config.settings.health_command():

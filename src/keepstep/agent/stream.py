@@ -14,10 +14,12 @@ import asyncio
 import math
 import random
 import socket
+import ssl
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from keepstep import wire
+from keepstep import tls, wire
 from keepstep.agent import log
 from keepstep.errors import ConfigError, Permanent, Unreachable, WireError
 from keepstep.model import Endpoint
@@ -33,14 +35,28 @@ _HEAD_BYTES_MAX = 16384
 
 
 def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
-    """`http://host:port`, several separated by commas."""
-    found = []
+    """`http://host:port` or `https://host:port`, several of one kind separated by commas."""
+    found, schemes = [], set()
     for part in text.split(","):
         url = urlsplit(part.strip())
-        if url.scheme != "http" or not url.hostname or not url.port:
-            raise ConfigError(f"{part.strip()!r} is no orchestrator; write http://HOST:PORT")
+        if url.scheme not in ("http", "https") or not url.hostname or not url.port:
+            raise ConfigError(f"{part.strip()!r} is no orchestrator; write https://HOST:PORT")
+        schemes.add(url.scheme)
         found.append(Endpoint(url.hostname, url.port))
+    if len(schemes) > 1:
+        # Else an agent would give its token to whoever cut it off from the ones with TLS.
+        raise ConfigError("http:// beside https://; give all orchestrators with https://")
     return tuple(found)
+
+
+def is_secure(text: str) -> bool:
+    """Whether what `parse_endpoints` accepts is to be talked to with TLS."""
+    return text.strip().startswith("https:")
+
+
+def secured(directory: Path) -> ssl.SSLContext:
+    """TLS with this node's certificate; renewed files serve from the next connect on."""
+    return tls.client(directory, lambda why: log.warning("certificate.unusable", why=why))
 
 
 class Stream:
@@ -52,12 +68,14 @@ class Stream:
         token: str,
         greeting: Callable[[], list[wire.Message]],
         on_message: Callable[[wire.Message], None],
+        secure: ssl.SSLContext | None = None,
     ) -> None:
         assert endpoints, "an agent needs at least one endpoint"
         self._endpoints = tuple(endpoints)
         self._token = token
         self._greeting = greeting
         self._on_message = on_message
+        self._secure = secure
         self._writer: asyncio.StreamWriter | None = None
         self._refused_since = -1.0
 
@@ -115,7 +133,8 @@ class Stream:
 
     async def _talk(self, endpoint: Endpoint) -> None:
         reader, writer = await asyncio.wait_for(
-            asyncio.open_connection(endpoint.host, endpoint.port), SILENT_SECONDS_MAX
+            asyncio.open_connection(endpoint.host, endpoint.port, ssl=self._secure),
+            SILENT_SECONDS_MAX,
         )
         try:
             _notice_silence(writer)
@@ -133,11 +152,13 @@ class Stream:
     async def _upgrade(
         self, endpoint: Endpoint, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        # With TLS the certificate says who we are: a node has no use for a token there.
+        authorization = f"Authorization: Bearer {self._token}\r\n" if self._token else ""
         writer.write(
             (
                 "POST /v1/agent HTTP/1.1\r\n"
                 f"Host: {endpoint.host}:{endpoint.port}\r\n"
-                f"Authorization: Bearer {self._token}\r\n"
+                f"{authorization}"
                 "Connection: Upgrade\r\n"
                 "Upgrade: keepstep-stream\r\n"
                 "Content-Length: 0\r\n\r\n"

@@ -1,4 +1,4 @@
-"""`keepstep admin`: what is asked before anything happens, and what is handed over afterwards."""
+"""`keepstep admin`: what is asked before anything happens, who may ask, and what is handed over."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import argparse
 from pathlib import Path
 
 from keepstep import codec, policy_file
-from keepstep.cli import common_options, handover, policy_view
+from keepstep.cli import certs, common_options, handover, policy_view, tokens
 from keepstep.cli.client import from_environment
 from keepstep.cli.show import only_job, painter, show
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    admin = commands.add_parser("admin", help="policies, signed exports, keys, terms")
+    admin = commands.add_parser(
+        "admin", help="policies, certificates, tokens, signed exports, keys, terms"
+    )
     groups = admin.add_subparsers(title="groups", metavar="GROUP", required=True)
+    certs.add(groups)
+    tokens.add(groups)
     policy = groups.add_parser("policy", help="what is to be done about faults")
     verbs = policy.add_subparsers(title="commands", metavar="COMMAND", required=True)
     told = verbs.add_parser("show", help="every setting with its value and its reason, as TOML")

@@ -2,19 +2,22 @@
 
 An orchestrator is found by --orchestrator, by $KEEPSTEP_ORCHESTRATOR, or in the newest local run
 directory; its token by --token-file, $KEEPSTEP_TOKEN_FILE, or beside the port in that directory.
+One at https:// is verified with the files in $KEEPSTEP_TLS_DIRECTORY, and shown the certificate
+there; without that variable, with the system's authorities and no certificate.
 """
 
 from __future__ import annotations
 
 import http.client
 import os
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from keepstep import codec
+from keepstep import codec, tls
 from keepstep.errors import ConfigError, Permanent, Unreachable
 from keepstep.model import JobSpec
 
@@ -22,6 +25,7 @@ ANSWER_SECONDS_MAX = 10.0
 EVENTS_SECONDS_MAX = 15.0
 """The orchestrator sends a sign of life every 5 s; three missing ones end the stream."""
 RUNS = "keepstep-runs"
+TLS_DIRECTORY = "KEEPSTEP_TLS_DIRECTORY"
 
 
 class Refusal(Permanent):
@@ -129,11 +133,14 @@ class _Connection:
 
     def __init__(self, client: Client, seconds_max: float) -> None:
         parts = urlsplit(client.url if "//" in client.url else f"//{client.url}")
-        if parts.scheme not in ("", "http") or not parts.hostname or not parts.port:
-            raise ConfigError(f"{client.url!r} is no orchestrator; give http://HOST:PORT")
+        if parts.scheme not in ("", "http", "https") or not parts.hostname or not parts.port:
+            raise ConfigError(f"{client.url!r} is no orchestrator; give https://HOST:PORT")
         self._client = client
-        self._connection = http.client.HTTPConnection(
-            parts.hostname, parts.port, timeout=seconds_max
+        where = (parts.hostname, parts.port)
+        self._connection = (
+            http.client.HTTPSConnection(*where, timeout=seconds_max, context=_secured(os.environ))
+            if parts.scheme == "https"
+            else http.client.HTTPConnection(*where, timeout=seconds_max)
         )
 
     def __enter__(self) -> _Connection:
@@ -153,9 +160,17 @@ class _Connection:
                 f"no orchestrator answers at {self._client.url} ({error}); "
                 "check --orchestrator, or whether the run has ended"
             ) from error
+        if answer.status == 429:
+            raise Unreachable(f"{self._client.url} has too many requests of this token; wait")
         if answer.status >= 400:
             raise _refusal(answer)
         return answer
+
+
+def _secured(environ: Mapping[str, str]) -> ssl.SSLContext:
+    if directory := environ.get(TLS_DIRECTORY):
+        return tls.client(Path(directory))
+    return ssl.create_default_context()
 
 
 def _refusal(answer: http.client.HTTPResponse) -> Refusal:

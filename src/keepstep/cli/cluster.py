@@ -41,6 +41,7 @@ NODES_SECONDS_MAX = 120.0
 """An agent joins once its preload server has imported torch: many on few cores take long."""
 SYNCHRONOUS = "KEEPSTEP_ORCHESTRATOR_JOURNAL_SYNCHRONOUS"
 JOURNAL = "KEEPSTEP_ORCHESTRATOR_JOURNAL"
+TLS = "KEEPSTEP_ORCHESTRATOR_TLS_DIRECTORY"
 HOLDER = "KEEPSTEP_ORCHESTRATOR_JOURNAL_HOLDER"
 MARK = "KEEPSTEP_NODE_ROOM"
 """In the environment of everything that runs on a node, so that losing it misses nothing."""
@@ -291,7 +292,8 @@ class LocalCluster:
         command += ["--port-file", str(self._port_file)]
         if self.plan.config_file is not None:
             command += ["--config", str(self.plan.config_file)]
-        environment = self._environment()
+        # All of it is on this machine, and loopback needs no certificates.
+        environment = {TLS: "", **self._environment()}
         if not config.journal_holder:
             # Another run that is given the same database waits; it does not depose this one.
             environment[HOLDER] = f"{socket.gethostname()}:{self.run_dir}"
@@ -311,8 +313,10 @@ class LocalCluster:
         command += ["--room", str(self.room(node.name))]
         if self.plan.config_file is not None:
             command += ["--config", str(self.plan.config_file)]
-        # The token goes by environment: a command line shows in `ps`.
-        own = {MARK: str(self.room(node.name)), "KEEPSTEP_TOKEN": self.client.token}
+        # The token goes by environment: a command line shows in `ps`. With TLS the certificate is
+        # what an agent needs, and an operator's token has no business with it.
+        token = "" if self._url.startswith("https:") else self.client.token
+        own = {MARK: str(self.room(node.name)), "KEEPSTEP_TOKEN": token}
         # Passwords of the orchestrator's: no agent needs them.
         own |= dict.fromkeys({JOURNAL, "PGPASSWORD"} & os.environ.keys(), "")
         return Program(

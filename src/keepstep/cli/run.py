@@ -143,6 +143,7 @@ def _own_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="look for corrupt state every K steps; 1 keeps the run exact (default: never)",
     )
+    option("--project", default="", metavar="NAME", help="whose job it is; see docs/security.md")
     option("--job", default="", metavar="NAME", help="the job's name (default: from the script)")
     option("--run-dir", type=Path, metavar="DIR", help=f"journal and logs (default ./{RUNS}/JOB)")
     option("--state-dir", default="", metavar="DIR", help="steps.jsonl, saved boundaries (run dir)")
@@ -319,6 +320,7 @@ def _spec(
             (here / asked.state_dir).resolve() if asked.state_dir else run_dir / "state"
         ),
         tee=asked.tee not in ("0", ""),
+        project=asked.project,
         policy=policy_file.read(asked.policy, job, explicit),
     )
 

@@ -96,7 +96,8 @@ def _from_file(path: Path, job: str) -> list[str]:
         if job not in jobs and (job or len(jobs) != 1):
             raise ConfigError(f"say which job is meant; there are: {', '.join(jobs) or 'none'}")
         signer = signing.load(key) if key.exists() else None
-        return [*exported(journal, job or jobs[0], signer)]
+        name = job or jobs[0]
+        return [*exported(journal.export(name), name, signer)]
     finally:
         journal.close()
 

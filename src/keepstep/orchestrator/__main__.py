@@ -13,20 +13,23 @@ import logging
 import os
 import resource
 import signal
+import ssl
 import sys
 from pathlib import Path
 
-from keepstep import codec
+from keepstep import codec, tls
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig, load
 from keepstep.errors import ConfigError, Deposed, Transient
 from keepstep.orchestrator import alerts
+from keepstep.orchestrator.access import Gate
 from keepstep.orchestrator.api import Api
 from keepstep.orchestrator.exporting import signer_of
 from keepstep.orchestrator.http import HttpServer
 from keepstep.orchestrator.journal import Journal
 from keepstep.orchestrator.journals import open_journal, refuse_password
 from keepstep.orchestrator.run import Orchestrator
+from keepstep.orchestrator.tokens import Tokens
 
 EXIT_USAGE = 2
 EXIT_DEPOSED = 3
@@ -54,17 +57,18 @@ async def _lead(
     asked: argparse.Namespace, config: OrchestratorConfig, token: str, rules: alerts.Rules
 ) -> int:
     refuse_password(asked.journal)
+    gate, secure = _gate(config, token), _secure(config)
     where = asked.journal or config.journal
     journal = open_journal(where, config)
     signer = signer_of(where, config)
     orchestrator = await _take_over(journal, config, token)
     server = HttpServer(
-        Api(orchestrator, journal, token, rules, log, signer).handle,
+        Api(orchestrator, journal, gate, rules, log, signer).handle,
         connections_max=config.connections_max,
     )
     host, wanted = _host_and_port(asked.listen)
-    port = await _listen(server, host, wanted, asked.port_file)
-    log("listening", host=host, port=port, term=orchestrator.term)
+    port = await _listen(server, (host, wanted), asked.port_file, secure)
+    log("listening", host=host, port=port, term=orchestrator.term, tls=secure is not None)
     leading = asyncio.create_task(orchestrator.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -96,18 +100,44 @@ async def _take_over(journal: Journal, config: OrchestratorConfig, token: str) -
         await asyncio.sleep(seconds)
 
 
-async def _listen(server: HttpServer, host: str, wanted: int, port_file: Path | None) -> int:
+def _gate(config: OrchestratorConfig, token: str) -> Gate:
+    return Gate(
+        Tokens(token, Path(config.tokens_file) if config.tokens_file else None),
+        requests_per_second_max=config.requests_per_second_max,
+        event_streams_max=config.event_streams_max,
+        problem=lambda why: log("tokens.unusable", why=why),
+    )
+
+
+def _secure(config: OrchestratorConfig) -> ssl.SSLContext | None:
+    if not config.tls_directory:
+        return None
+    tls.small_buffers()
+    return tls.server(
+        Path(config.tls_directory),
+        everybody=config.tls_certificates == "all",
+        problem=lambda why: log("certificate.unusable", why=why),
+    )
+
+
+async def _listen(
+    server: HttpServer,
+    where: tuple[str, int],
+    port_file: Path | None,
+    secure: ssl.SSLContext | None,
+) -> int:
     """Any free port means: the one we had before, if it is still free, for the agents know it."""
+    host, wanted = where
     port = 0
     if wanted == 0 and port_file is not None and port_file.exists():
         before = port_file.read_text(encoding="utf-8").strip()
         try:
-            port = await server.listen(host, int(before))
+            port = await server.listen(host, int(before), secure)
         except (OSError, ValueError) as error:
             log("port.lost", port=before, why=str(error))
     if not port:
         try:
-            port = await server.listen(host, wanted)
+            port = await server.listen(host, wanted, secure)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{wanted}: {error.strerror}") from error
     if port_file is not None:

@@ -39,9 +39,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
-import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from keepstep import codec
@@ -57,7 +55,18 @@ from keepstep.model import (
     Rank,
     Severity,
 )
-from keepstep.orchestrator import alerts, events, forecast, openapi, planned, state, view
+from keepstep.orchestrator import (
+    admission,
+    alerts,
+    brain,
+    events,
+    forecast,
+    openapi,
+    state,
+    telling,
+    view,
+)
+from keepstep.orchestrator.access import Gate, Sight
 from keepstep.orchestrator.exporting import exported
 from keepstep.orchestrator.http import (
     BadRequest,
@@ -71,10 +80,18 @@ from keepstep.orchestrator.http import (
 from keepstep.orchestrator.journal import Journal
 from keepstep.orchestrator.routes import Call, Field, Route, read_fields, served_at
 from keepstep.orchestrator.run import Log, Orchestrator
+from keepstep.orchestrator.tokens import Caller, Role
 
 PROTOCOL = "keepstep-stream"
-JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""A job's name becomes part of paths and of URLs."""
+NOBODY = Caller("", Role.VIEWER)
+"""Who asks for what is open to all."""
+
+
+def _part(what: str) -> Callable[[Api, Call], Awaitable[Reply]]:
+    async def answer(api: Api, call: Call) -> Reply:
+        return json_response({what: api._picture(call)[what]})
+
+    return answer
 
 
 class Api:
@@ -84,14 +101,14 @@ class Api:
         self,
         orchestrator: Orchestrator,
         journal: Journal,
-        token: str,
+        gate: Gate,
         rules: alerts.Rules,
         log: Log,
         signer: Signer | None = None,
     ) -> None:
         self._orchestrator = orchestrator
         self._journal = journal
-        self._token = token
+        self._gate = gate
         self._rules = rules
         self._log = log
         self._signer = signer
@@ -99,7 +116,8 @@ class Api:
     async def handle(self, request: Request) -> Reply:
         served = served_at(ROUTES, request.path)
         route, names = served.get(request.method, (None, {}))
-        if (route is None or not route.open) and not self._authorized(request):
+        caller = self._gate.caller(request)
+        if (route is None or not route.open) and caller is None:
             return error_response(
                 401, "no token, or a wrong one", "send Authorization: Bearer <the cluster's token>"
             )
@@ -109,24 +127,31 @@ class Api:
             )
         if route is None:
             return error_response(
-                404, f"nothing is served at {request.path}", "see GET /v1/openapi.json"
+                404, f"nothing is served at {request.path[:200]}", "see GET /v1/openapi.json"
             )
+        if caller is not None and not route.open:
+            self._gate.check(route, caller)
+        return await self._serve(route, Call(request, names, {}, caller or NOBODY))
+
+    async def _serve(self, route: Route, call: Call) -> Reply:
         try:
-            body = read_fields(request, route.fields) if route.fields else {}
-            return await route.handler(self, Call(request, names, body))
+            if route.fields:
+                call = dataclasses.replace(call, body=read_fields(call.request, route.fields))
+            return await route.handler(self, call)
         except WireError as error:
             fix = f"see {route.method} {route.path} in GET /v1/openapi.json"
             raise BadRequest(400, str(error), fix) from error
+        except BadRequest:
+            raise
         except KeepstepError as error:
-            if isinstance(error, BadRequest):
-                raise
             raise BadRequest(503, str(error), "ask the orchestrator that leads now") from error
 
-    def _authorized(self, request: Request) -> bool:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(
-            token.strip().encode(), self._token.encode()
-        )
+    def _sight(self, call: Call) -> Sight:
+        """What this caller may see, of the jobs that there are now."""
+        if not call.caller.project:
+            return Sight("", {})
+        jobs = self._orchestrator.cluster.jobs
+        return Sight(call.caller.project, {name: job.spec.project for name, job in jobs.items()})
 
     # ---------------------------------------------------------------- reading
 
@@ -137,79 +162,64 @@ class Api:
     async def _openapi(self, _: Call) -> Reply:
         return json_response(openapi.document(ROUTES))
 
-    async def _cluster(self, _: Call) -> Reply:
-        return json_response(self._orchestrator.picture())
+    async def _cluster(self, call: Call) -> Reply:
+        return json_response(self._picture(call))
 
-    async def _jobs(self, _: Call) -> Reply:
-        return self._part("jobs")
+    # Parts of the same picture, each with a path of its own.
+    _jobs, _nodes, _incidents = _part("jobs"), _part("nodes"), _part("incidents")
+    _taints, _loans = _part("taints"), _part("loans")
 
-    async def _nodes(self, _: Call) -> Reply:
-        return self._part("nodes")
-
-    async def _incidents(self, _: Call) -> Reply:
-        return self._part("incidents")
-
-    async def _taints(self, _: Call) -> Reply:
-        return self._part("taints")
-
-    async def _loans(self, _: Call) -> Reply:
-        return self._part("loans")
-
-    def _part(self, what: str) -> Reply:
-        return json_response({what: self._orchestrator.picture()[what]})
+    def _picture(self, call: Call) -> dict[str, Any]:
+        return self._sight(call).picture(self._orchestrator.picture())
 
     async def _job(self, call: Call) -> Reply:
         # The launcher's own question: not the whole cluster's work.
-        job = self._known_job(call.names["job"])
-        return json_response(
-            view.job_view(self._orchestrator.cluster, job, self._orchestrator.now())
-        )
+        job = self._known_job(call.names["job"], call)
+        plain = view.job_view(self._orchestrator.cluster, job, self._orchestrator.now())
+        return json_response(self._sight(call).cleaned(plain))
 
     async def _policy(self, call: Call) -> Reply:
-        job = self._known_job(call.names["job"]).spec.job
+        job = self._known_job(call.names["job"], call).spec.job
         asked = tuple(filter(None, call.request.query.get("fault", "").split(",")))
         now, cluster = self._orchestrator.now(), self._orchestrator.cluster
         try:
-            return json_response(forecast.policy_view(cluster, job, asked, now))
+            plain = forecast.policy_view(cluster, job, asked, now)
+            return json_response(self._sight(call).cleaned(plain))
         except ConfigError as error:
             raise BadRequest(400, str(error), forecast.KINDS) from error
 
     async def _node(self, call: Call) -> Reply:
-        node = self._known_node(call.names["node"])
-        return json_response(view.node_view(self._orchestrator.cluster, node))
+        node = self._known_node(call.names["node"], call)
+        return json_response(
+            self._sight(call).node(view.node_view(self._orchestrator.cluster, node))
+        )
 
     async def _incident(self, call: Call) -> Reply:
         name = call.names["incident"]
-        known = self._orchestrator.picture()["incidents"]
+        known = self._picture(call)["incidents"]
         for record in known:
             if record["id"] == name:
                 return json_response(record)
         newest = ", ".join(str(record["id"]) for record in known[-8:])
         fix = f"the newest are: {newest}" if newest else "there are none"
-        raise BadRequest(404, f"no incident is called {name}", fix)
+        raise BadRequest(404, f"no incident is called {name[:80]}", fix)
 
     async def _export(self, call: Call) -> Reply:
-        self._known_job(call.names["job"])
-        return Streamed(self._chain(call.names["job"]), "application/jsonl")
+        self._known_job(call.names["job"], call)
+        return Streamed(self._chain(call.names["job"], call), "application/jsonl")
 
-    async def _chain(self, job: str) -> AsyncIterator[bytes]:
-        for line in exported(self._journal, job, self._signer):
+    async def _chain(self, job: str, call: Call) -> AsyncIterator[bytes]:
+        links = self._sight(call).links(job, self._journal.export(job), call.caller.project)
+        for line in exported(links, job, self._signer):
             yield line.encode()
 
     async def _events(self, call: Call) -> Reply:
         last = call.request.headers.get("last-event-id") or call.request.query.get("after", "")
-        return Streamed(self._told(last), "text/event-stream")
+        told = telling.events(self._orchestrator, last, lambda record: self._seen(record, call))
+        return Streamed(self._gate.counted(told), "text/event-stream")
 
-    async def _told(self, last: str) -> AsyncIterator[bytes]:
-        # Without a place to go on from, a client gets what comes from now on.
-        newest = self._orchestrator.history[-1]["seq"] if self._orchestrator.history else 0
-        after = int(last) if last.isdigit() else newest
-        yield b": connected\n\n"
-        async for record in self._orchestrator.told(after):
-            if record is None:
-                yield b": alive\n\n"
-            else:
-                yield b"id: %d\ndata: %s\n\n" % (record["seq"], codec.dumps(record))
+    def _seen(self, record: dict[str, Any], call: Call) -> dict[str, Any] | None:
+        return self._sight(call).record(record)
 
     # ---------------------------------------------------------------- jobs
 
@@ -222,71 +232,45 @@ class Api:
 
     async def _submit(self, call: Call) -> Reply:
         spec = codec.from_plain(JobSpec, call.request.json())
-        if not JOB_NAME.fullmatch(spec.job):
-            raise BadRequest(
-                400,
-                f"{spec.job[:80]!r} cannot be a job's name",
-                "use up to 64 letters, digits, dots, dashes and underscores",
-            )
+        admission.check(spec)
         known = self._orchestrator.cluster.jobs.get(spec.job)
-        if known is not None and not known.state.over and known.spec != spec:
-            fields = [field.name for field in dataclasses.fields(JobSpec)]
-            other = [name for name in fields if getattr(spec, name) != getattr(known.spec, name)]
-            raise BadRequest(
-                409,
-                f"job {spec.job} is already there with another {', '.join(other)}",
-                "give the same on each node, or another name (--job) to a new job",
-            )
-        decision = await self._orchestrator.decide(events.Submitted(spec))
-        return json_response({"job": spec.job, "why": decision.why, "new": decision.changed})
+        spec = admission.owned(spec, call.caller, known)
+        decision = await self._decide(events.Submitted(spec), call)
+        plain = {"job": spec.job, "why": decision.why, "new": decision.changed}
+        return json_response(self._sight(call).cleaned(plain))
 
     async def _stop(self, call: Call) -> Reply:
-        job = self._known_job(call.names["job"]).spec.job
+        job = self._known_job(call.names["job"], call).spec.job
         why = call.body.get("why") or "an operator asked for it"
-        event = events.StopAsked(job, why, save=call.body.get("save", False))
-        decision = await self._orchestrator.decide(event)
-        return json_response({"job": job, "why": decision.why})
+        event = events.StopAsked(job, why[:REASON_CHARS_MAX], save=call.body.get("save", False))
+        decision = await self._decide(event, call)
+        return json_response(self._sight(call).cleaned({"job": job, "why": decision.why}))
 
     async def _migrate(self, call: Call) -> Reply:
-        job, body = self._known_job(call.names["job"]), call.body
+        job, body = self._known_job(call.names["job"], call), call.body
         name, ranks, to = job.spec.job, body.get("ranks", []), body.get("to", "")
         home, cancel = body.get("home", False), body.get("cancel", False)
-        if home and (ranks or to):
-            raise BadRequest(400, "home is for all ranks", 'send {"home": true} and no more')
-        if cancel and (home or to):
-            raise BadRequest(
-                400, "cancel names ranks only", 'send {"ranks": [2], "cancel": true} and no more'
-            )
-        if not home and not ranks:
-            raise BadRequest(400, "ranks is missing", 'send {"ranks": [2]} or {"home": true}')
-        if job.roster is None or job.state.over:
-            raise BadRequest(409, f"{name} does not run", "see GET /v1/jobs")
-        if bad := [rank for rank in ranks if not 0 <= rank < len(job.roster.seats)]:
-            last = len(job.roster.seats) - 1
-            raise BadRequest(404, f"{name} has no rank {bad[0]}", f"its ranks are 0 to {last}")
+        admission.check_migrate(job, ranks, to=to, home=home, cancel=cancel)
         if to:
-            self._known_node(to)
-        why = "" if cancel else planned.refusal(job, [Rank(rank) for rank in ranks])
-        if why:
-            raise BadRequest(409, why, "nothing was changed")
+            self._known_node(to, call)
         asked = tuple(Rank(rank) for rank in sorted(set(ranks)))
-        why = body.get("why") or "an operator asked for it"
+        why = (body.get("why") or "an operator asked for it")[:REASON_CHARS_MAX]
         event = events.MigrateAsked(name, asked, why, NodeId(to), home, call.key, cancel)
         return await self._follow(event, call)
 
     # ---------------------------------------------------------------- nodes and taints
 
     async def _drain(self, call: Call) -> Reply:
-        node = self._known_node(call.names["node"]).node
-        why = call.body.get("why") or "an operator asked for it"
+        node = self._known_node(call.names["node"], call).node
+        why = (call.body.get("why") or "an operator asked for it")[:REASON_CHARS_MAX]
         return await self._follow(events.DrainAsked(node, why, call.key), call)
 
     async def _undrain(self, call: Call) -> Reply:
-        node = self._known_node(call.names["node"]).node
+        node = self._known_node(call.names["node"], call).node
         return await self._follow(events.UndrainAsked(node, call.key), call)
 
     async def _taint(self, call: Call) -> Reply:
-        node, slot = self._place(call.body)
+        node, slot = self._place(call)
         event = events.TaintAsked(
             node,
             call.body["reason"][:REASON_CHARS_MAX],
@@ -299,7 +283,7 @@ class Api:
         return await self._follow(event, call)
 
     async def _untaint(self, call: Call) -> Reply:
-        node, slot = self._place(call.body)
+        node, slot = self._place(call)
         event = events.UntaintAsked(node, slot, call.key, call.body.get("source", ""))
         return await self._follow(event, call)
 
@@ -310,8 +294,8 @@ class Api:
     async def _unfreeze(self, call: Call) -> Reply:
         return await self._follow(events.UnfreezeAsked(call.key), call)
 
-    def _place(self, body: Mapping[str, Any]) -> tuple[NodeId, int]:
-        node, slot = self._known_node(body["node"]), body.get("slot", -1)
+    def _place(self, call: Call) -> tuple[NodeId, int]:
+        node, slot = self._known_node(call.body["node"], call), call.body.get("slot", -1)
         if not -1 <= slot < node.slots:
             raise BadRequest(
                 404, f"{node.node} has no slot {slot}", f"its slots are 0 to {node.slots - 1}"
@@ -324,48 +308,52 @@ class Api:
         slots = {name: node.slots for name, node in self._orchestrator.cluster.nodes.items()}
         verdicts = alerts.judge(given, self._rules, slots)
         # All at once: they share one write to the journal.
-        done = await asyncio.gather(*(self._follow_alert(verdict) for verdict in verdicts))
+        done = await asyncio.gather(*(self._follow_alert(one, call) for one in verdicts))
         return json_response({"alerts": done})
 
-    async def _follow_alert(self, verdict: alerts.Verdict) -> dict[str, Any]:
+    async def _follow_alert(self, verdict: alerts.Verdict, call: Call) -> dict[str, Any]:
         told = {"alert": verdict.alert.name, "place": verdict.place or None}
         told["status"] = "firing" if verdict.alert.firing else "resolved"
         if verdict.event is None:
             # Nobody reads the answer to a webhook: whoever wonders looks into our log.
             self._log("alert.ignored", **told, why=verdict.why)
             return {**told, "changed": False, "why": verdict.why}
-        decision = await self._orchestrator.decide(verdict.event)
+        decision = await self._decide(verdict.event, call)
         return {**told, "changed": decision.changed, "why": decision.why}
 
     # ---------------------------------------------------------------- what they share
 
-    async def _follow(self, event: events.Event, call: Call) -> Reply:
+    async def _decide(self, event: events.Asked, call: Call) -> brain.Decision:
+        """Whoever asked is named in the journal."""
+        return await self._orchestrator.decide(dataclasses.replace(event, by=call.caller.name))
+
+    async def _follow(self, event: events.Asked, call: Call) -> Reply:
         """Do it, or with `dry_run` only say what would be done."""
         dry = call.body.get("dry_run", False)
-        if dry:
-            decision = self._orchestrator.consider(event)
-        else:
-            decision = await self._orchestrator.decide(event)
+        decision = self._orchestrator.consider(event) if dry else await self._decide(event, call)
         told = [note.why for note in decision.notes] or [decision.why]
-        return json_response({"changed": decision.changed, "dry_run": dry, "why": told})
+        plain = {"changed": decision.changed, "dry_run": dry, "why": told}
+        return json_response(self._sight(call).cleaned(plain))
 
-    def _known_node(self, name: str) -> state.NodeState:
-        nodes = self._orchestrator.cluster.nodes
-        if NodeId(name) not in nodes:
-            known = ", ".join(sorted(nodes, key=state.natural)[:8])
-            raise BadRequest(404, f"no node is called {name}", f"there are: {known or 'none'}")
+    def _known_node(self, name: str, call: Call) -> state.NodeState:
+        nodes, sight = self._orchestrator.cluster.nodes, self._sight(call)
+        known = nodes if sight.all else self._picture(call)["nodes"]
+        if NodeId(name) not in known:
+            some = ", ".join(sorted(known, key=state.natural)[:8])
+            raise BadRequest(404, f"no node is called {name[:80]}", f"there are: {some or 'none'}")
         return nodes[NodeId(name)]
 
-    def _known_job(self, name: str) -> state.Job:
-        jobs = self._orchestrator.cluster.jobs
-        if JobId(name) not in jobs:
-            known = ", ".join(sorted(jobs)[:8])
-            raise BadRequest(404, f"no job is called {name}", f"there are: {known or 'none'}")
+    def _known_job(self, name: str, call: Call) -> state.Job:
+        jobs, sight = self._orchestrator.cluster.jobs, self._sight(call)
+        if JobId(name) not in jobs or not sight.job(name):
+            some = ", ".join(sorted(job for job in jobs if sight.job(job))[:8])
+            raise BadRequest(404, f"no job is called {name[:80]}", f"there are: {some or 'none'}")
         return jobs[JobId(name)]
 
 
 # ---------------------------------------------------------------- the table
 
+VIEWER, OPERATOR, WEBHOOK = Role.VIEWER, Role.OPERATOR, Role.WEBHOOK
 _WHY = Field((str,), "the reason, for the record")
 _DRY_RUN = Field((bool,), "only say what would happen")
 _NODE = Field((str,), "the node's name", required=True)
@@ -382,8 +370,8 @@ ROUTES: tuple[Route, ...] = (
         headers={"Upgrade": f"Always {PROTOCOL}"},
         open=True,
     ),
-    Route("GET", "/v1/openapi.json", Api._openapi, "This document", "OpenApi"),
-    Route("GET", "/v1/cluster", Api._cluster, "Everything", "Cluster"),
+    Route("GET", "/v1/openapi.json", Api._openapi, "This document", "OpenApi", role=VIEWER),
+    Route("GET", "/v1/cluster", Api._cluster, "Everything", "Cluster", role=VIEWER),
     Route(
         "GET",
         "/v1/events",
@@ -392,8 +380,9 @@ ROUTES: tuple[Route, ...] = (
         "text/event-stream",
         query={"after": "Go on after the decision with this seq; without it, from now on"},
         headers={"Last-Event-ID": "The same, as browsers send it"},
+        role=VIEWER,
     ),
-    Route("GET", "/v1/jobs", Api._jobs, "All jobs", "Jobs"),
+    Route("GET", "/v1/jobs", Api._jobs, "All jobs", "Jobs", role=VIEWER),
     Route(
         "POST",
         "/v1/jobs",
@@ -402,14 +391,16 @@ ROUTES: tuple[Route, ...] = (
         "Submitted",
         body="JobSpec",
         conflicts=True,
+        role=OPERATOR,
     ),
-    Route("GET", "/v1/jobs/{job}", Api._job, "One job", "Job"),
+    Route("GET", "/v1/jobs/{job}", Api._job, "One job", "Job", role=VIEWER),
     Route(
         "GET",
         "/v1/jobs/{job}/journal",
         Api._export,
         "The job's hash chain, one link per line",
         "application/jsonl",
+        role=VIEWER,
     ),
     Route(
         "GET",
@@ -418,6 +409,7 @@ ROUTES: tuple[Route, ...] = (
         "Its policy, its budgets, and what a fault would lead to",
         "Policy",
         query={"fault": "rank:2, node:n3, domain:NAME or drain:n3; several with commas"},
+        role=VIEWER,
     ),
     Route(
         "POST",
@@ -426,6 +418,7 @@ ROUTES: tuple[Route, ...] = (
         "End a job",
         "Stopped",
         {"save": Field((bool,), "write a checkpoint of the boundary first"), "why": _WHY},
+        role=OPERATOR,
     ),
     Route(
         "POST",
@@ -443,9 +436,10 @@ ROUTES: tuple[Route, ...] = (
         },
         keyed=True,
         conflicts=True,
+        role=OPERATOR,
     ),
-    Route("GET", "/v1/nodes", Api._nodes, "All nodes", "Nodes"),
-    Route("GET", "/v1/nodes/{node}", Api._node, "One node", "Node"),
+    Route("GET", "/v1/nodes", Api._nodes, "All nodes", "Nodes", role=VIEWER),
+    Route("GET", "/v1/nodes/{node}", Api._node, "One node", "Node", role=VIEWER),
     Route(
         "POST",
         "/v1/nodes/{node}/drain",
@@ -454,6 +448,8 @@ ROUTES: tuple[Route, ...] = (
         "Followed",
         {"why": _WHY, "dry_run": _DRY_RUN},
         keyed=True,
+        role=OPERATOR,
+        shared=True,
     ),
     Route(
         "POST",
@@ -463,11 +459,21 @@ ROUTES: tuple[Route, ...] = (
         "Followed",
         {"dry_run": _DRY_RUN},
         keyed=True,
+        role=OPERATOR,
+        shared=True,
     ),
-    Route("GET", "/v1/incidents", Api._incidents, "Incidents, oldest first", "Incidents"),
-    Route("GET", "/v1/incidents/{incident}", Api._incident, "One incident", "Incident"),
-    Route("GET", "/v1/loans", Api._loans, "Who lent what to whom for how long", "Loans"),
-    Route("GET", "/v1/taints", Api._taints, "What is not to be used, and why", "Taints"),
+    Route(
+        "GET", "/v1/incidents", Api._incidents, "Incidents, oldest first", "Incidents", role=VIEWER
+    ),
+    Route(
+        "GET", "/v1/incidents/{incident}", Api._incident, "One incident", "Incident", role=VIEWER
+    ),
+    Route(
+        "GET", "/v1/loans", Api._loans, "Who lent what to whom for how long", "Loans", role=VIEWER
+    ),
+    Route(
+        "GET", "/v1/taints", Api._taints, "What is not to be used, and why", "Taints", role=VIEWER
+    ),
     Route(
         "POST",
         "/v1/taints",
@@ -489,6 +495,8 @@ ROUTES: tuple[Route, ...] = (
             "dry_run": _DRY_RUN,
         },
         keyed=True,
+        role=OPERATOR,
+        shared=True,
     ),
     Route(
         "POST",
@@ -503,6 +511,8 @@ ROUTES: tuple[Route, ...] = (
             "dry_run": _DRY_RUN,
         },
         keyed=True,
+        role=OPERATOR,
+        shared=True,
     ),
     Route(
         "POST",
@@ -512,6 +522,8 @@ ROUTES: tuple[Route, ...] = (
         "Followed",
         {"why": _WHY, "dry_run": _DRY_RUN},
         keyed=True,
+        role=OPERATOR,
+        shared=True,
     ),
     Route(
         "POST",
@@ -521,6 +533,8 @@ ROUTES: tuple[Route, ...] = (
         "Followed",
         {"dry_run": _DRY_RUN},
         keyed=True,
+        role=OPERATOR,
+        shared=True,
     ),
     Route(
         "POST",
@@ -529,6 +543,8 @@ ROUTES: tuple[Route, ...] = (
         "Alerts that mean taints, by the operator's mapping",
         "AlertsDone",
         body="AlertmanagerPayload",
+        role=WEBHOOK,
+        shared=True,
     ),
 )
 """Everything that is served. The tests hold docs/openapi.json and the text above against it."""

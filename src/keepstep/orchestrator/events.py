@@ -20,6 +20,8 @@ class Submitted:
     """Somebody wants this job to run."""
 
     spec: JobSpec
+    by: str = ""
+    """Whose token asked for it, here and in all that follow; empty in records of older versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class StopAsked:
     job: JobId
     why: str
     save: bool = False
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class MigrateAsked:
     """The same request again changes nothing; empty: this one is nobody's repetition."""
     cancel: bool = False
     """The opposite: these ranks need not move any more."""
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class DrainAsked:
     node: NodeId
     why: str
     request: str = ""
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class UndrainAsked:
 
     node: NodeId
     request: str = ""
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class TaintAsked:
     source: str = "operator"
     seconds: float = TAINT_SECONDS
     request: str = ""
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,7 @@ class UntaintAsked:
     request: str = ""
     source: str = ""
     """Only what this source said; empty: whatever anybody said of this place."""
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,7 @@ class FreezeAsked:
 
     why: str
     request: str = ""
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ class UnfreezeAsked:
     """What waited may go on."""
 
     request: str = ""
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,19 @@ class TermBegan:
 
     term: Term
 
+
+Asked = (
+    Submitted
+    | StopAsked
+    | MigrateAsked
+    | DrainAsked
+    | UndrainAsked
+    | TaintAsked
+    | UntaintAsked
+    | FreezeAsked
+    | UnfreezeAsked
+)
+"""What somebody asked for: the journal names who."""
 
 Event = (
     Hello

@@ -8,25 +8,25 @@ that `account_key_file` names, the same on every orchestrator. Without a key not
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from keepstep.config import OrchestratorConfig
 from keepstep.ledger import signing
-from keepstep.orchestrator.journal import Journal, json_lines
+from keepstep.orchestrator.journal import Link, json_lines
 
 KEY = "account.key"
 """Beside the journal."""
 
 
-def exported(journal: Journal, job: str, signer: signing.Signer | None) -> Iterator[str]:
+def exported(links: Iterable[Link], job: str, signer: signing.Signer | None) -> Iterator[str]:
     """The lines of an export. What is appended meanwhile is in it, or it is not: the seal knows."""
-    links, head = 0, ""
-    for link in journal.export(job):
-        links, head = link.number, link.hash
+    number, head = 0, ""
+    for link in links:
+        number, head = link.number, link.hash
         yield from json_lines([link])
-    if signer is not None and links:
-        yield signer.seal(job, links, head)
+    if signer is not None and number:
+        yield signer.seal(job, number, head)
 
 
 def key_path(where: str, config: OrchestratorConfig) -> Path | None:

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from keepstep import codec
+from keepstep import codec, tls
 from keepstep.errors import KeepstepError
 from keepstep.orchestrator.streams import Line
 
@@ -55,6 +57,8 @@ class Request:
     headers: dict[str, str]
     """Names in lower case."""
     body: bytes = b""
+    certificate: Mapping[str, Any] = field(default_factory=dict)
+    """Of the client, verified; empty without TLS, or if it showed none."""
 
     def json(self) -> Any:
         """The body as an object; an empty one reads as {}."""
@@ -120,8 +124,12 @@ def parse_head(head: bytes) -> Request:
         if name in headers and name in ("content-length", "host", "authorization"):
             raise BadRequest(400, f"{name} is there twice", "send it once")
         headers[name] = value.strip()
-    parts = urlsplit(target)
-    return Request(method, unquote(parts.path), dict(parse_qsl(parts.query)), headers)
+    try:
+        parts = urlsplit(target)
+        return Request(method, unquote(parts.path), dict(parse_qsl(parts.query)), headers)
+    except ValueError:
+        # urlsplit takes //[ for the beginning of an address.
+        raise BadRequest(400, "the request's target is malformed", "ask for a path") from None
 
 
 def body_bytes(request: Request) -> int:
@@ -131,8 +139,9 @@ def body_bytes(request: Request) -> int:
     said = request.headers.get("content-length", "0")
     if not (said.isascii() and said.isdigit()):
         raise BadRequest(400, "Content-Length is no number", "send the body's length in bytes")
-    if int(said) > BODY_BYTES_MAX:
-        raise BadRequest(413, f"a body of {said} bytes", f"send at most {BODY_BYTES_MAX} bytes")
+    # By its length first: a number of 4,301 digits is more than int() reads.
+    if len(said) > 18 or int(said) > BODY_BYTES_MAX:
+        raise BadRequest(413, f"a body of {said[:18]} bytes", f"send at most {BODY_BYTES_MAX}")
     return int(said)
 
 
@@ -165,8 +174,13 @@ class HttpServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
-    async def listen(self, host: str, port: int) -> int:
-        """Start to listen, and return the port."""
+    async def listen(self, host: str, port: int, secure: ssl.SSLContext | None = None) -> int:
+        """Start to listen, and return the port. Without a context in plain text."""
+        # A client that leaves without a word, or never shakes hands, must not be waited for.
+        bounds: dict[str, Any] = {}
+        if secure is not None:
+            bounds["ssl_handshake_timeout"] = tls.HANDSHAKE_SECONDS_MAX
+            bounds["ssl_shutdown_timeout"] = LINGER_SECONDS_MAX
         # The reader's limit bounds the head; an agent's frames are read past it in pieces.
         loop = asyncio.get_running_loop()
 
@@ -174,7 +188,9 @@ class HttpServer:
             reader = asyncio.StreamReader(limit=HEAD_BYTES_MAX, loop=loop)
             return Line(reader, self._connected, loop)
 
-        self._server = await loop.create_server(line, host, port, backlog=ACCEPTED_AT_ONCE)
+        self._server = await loop.create_server(
+            line, host, port, backlog=ACCEPTED_AT_ONCE, ssl=secure, **bounds
+        )
         for listening in self._server.sockets:
             # After a change of leaders thousands come back at once: they wait in the kernel, not
             # here, where those who were let in want to be heard.
@@ -216,7 +232,8 @@ class HttpServer:
                 request = await read_request(reader)
             if request is None:
                 return
-            reply = await self._handler(request)
+            shown = writer.get_extra_info("peercert") or {}
+            reply = await self._handler(dataclasses.replace(request, certificate=shown))
         except TimeoutError:
             refused, reply = True, error_response(408, "the request took too long", "send it whole")
         except BadRequest as error:

@@ -32,8 +32,10 @@ STREAMS: Mapping[str, str] = {"text/event-stream": "Decision", "application/json
 ERRORS: Mapping[str, tuple[str, str]] = {
     "400": ("Senseless", "The request makes no sense"),
     "401": ("Unauthorized", "No token, or a wrong one"),
+    "403": ("Forbidden", "Not with this token's role or project"),
     "404": ("Missing", "Something that it names is not there"),
     "409": ("Conflict", "It makes no sense as things stand"),
+    "429": ("Hurried", "Too many requests of this token"),
     "503": ("Deposed", "Another orchestrator leads now"),
     "default": ("Failed", "Any other error"),
 }
@@ -64,7 +66,9 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
                 "token": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "The cluster's token, from the orchestrator's token file",
+                    "description": "The cluster's token, or one of `keepstep admin token new`; "
+                    "x-role says which role an operation needs, and x-shared whether it touches "
+                    "what all projects share",
                 }
             },
         },
@@ -93,6 +97,9 @@ def _operation(route: Route) -> Schema:
         operation["requestBody"] = {"required": True} | _json(_ref(route.body))
     if route.open:
         operation["security"] = []
+    else:
+        operation["x-role"] = route.role
+        operation["x-shared"] = route.shared
     return operation
 
 
@@ -131,8 +138,10 @@ def _bad(route: Route) -> Schema:
     holds = {
         "400": bool(route.fields or route.body),
         "401": not route.open,
+        "403": not route.open,
         "404": "{" in route.path or "node" in route.fields,
         "409": route.conflicts,
+        "429": not route.open,
         "503": route.method == "POST" and not route.open,
         "default": True,
     }
@@ -332,6 +341,7 @@ def _job() -> Schema:
             "nodes": INTEGER,
             "ranks_per_node": INTEGER,
             "priority": INTEGER,
+            "project": STRING,
             "script": STRING,
             "log_directory": STRING,
             "state_directory": STRING,
@@ -474,6 +484,7 @@ def _decision() -> Schema:
             "seq": INTEGER,
             "at": NUMBER,
             "kind": STRING,
+            "by": STRING | {"description": "Whose token asked for it; empty: nobody did."},
             "jobs": _list(STRING),
             "node": _or_null(STRING),
             "why": STRING,

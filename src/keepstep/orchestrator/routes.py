@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.orchestrator.http import BadRequest, Reply, Request
+from keepstep.orchestrator.tokens import Caller, Role
+
+KEY_CHARS_MAX = 200
+"""Of an Idempotency-Key: it is kept in the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +44,16 @@ class Call:
     """What stands in the path where the route has {names}."""
     body: Mapping[str, Any]
     """The request's object, if the route has fields: checked."""
+    caller: Caller
+    """Who asks; of an open route, nobody in particular."""
 
     @property
     def key(self) -> str:
-        return self.request.headers.get("idempotency-key", "")
+        key = self.request.headers.get("idempotency-key", "")
+        if len(key) > KEY_CHARS_MAX:
+            raise BadRequest(400, "a long Idempotency-Key", f"at most {KEY_CHARS_MAX} characters")
+        # One project's keys are none of another's.
+        return f"{self.caller.project}:{key}" if key and self.caller.project else key
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,10 @@ class Route:
     """May answer 409: it makes no sense as things stand."""
     open: bool = False
     """Needs no token."""
+    role: Role = Role.ADMIN
+    """What a caller must be; closed unless it says otherwise."""
+    shared: bool = False
+    """It acts on what all projects share: not for a project's token."""
 
 
 def served_at(routes: Iterable[Route], path: str) -> dict[str, tuple[Route, dict[str, str]]]:

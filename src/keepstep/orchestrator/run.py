@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import secrets
 import traceback
 from collections import deque
@@ -32,7 +31,7 @@ from keepstep.clock import Clock
 from keepstep.config import OrchestratorConfig
 from keepstep.errors import Deposed, Permanent, Transient, WireError
 from keepstep.model import NodeId, Term
-from keepstep.orchestrator import brain, events, facts, nodes, state, view
+from keepstep.orchestrator import admission, brain, events, facts, nodes, state, view
 from keepstep.orchestrator.journal import Journal, Standing
 from keepstep.orchestrator.liveness import (
     Liveness,
@@ -447,7 +446,7 @@ class Orchestrator:
         """One agent's stream, from its Hello to its end."""
         try:
             async with asyncio.timeout(self._config.hello_seconds_max):
-                hello = await wire.read(reader)
+                hello = await wire.read(reader, wire.STRANGER_BYTES_MAX)
         except (TimeoutError, asyncio.IncompleteReadError, WireError) as error:
             await refuse(writer, f"no Hello that could be read: {error}")
             return
@@ -455,7 +454,7 @@ class Orchestrator:
             # Without a word: one that is refused takes itself for wrongly started.
             self._log("agent.sent_away", why=why)
             return
-        if refusal := self._why_not(hello):
+        if refusal := self._why_not(hello, writer):
             self._log("agent.refused", why=refusal)
             await refuse(writer, refusal)
             return
@@ -477,13 +476,10 @@ class Orchestrator:
         finally:
             await self._link_ended(stream)
 
-    def _why_not(self, hello: wire.Message) -> str:
-        if not isinstance(hello, wire.Hello):
-            return f"the first message is a Hello, not a {type(hello).__name__}"
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            return "the token is not this cluster's; give the agent the orchestrator's token file"
-        if not hello.node:
-            return "a node needs a name"
+    def _why_not(self, hello: wire.Message, writer: asyncio.StreamWriter) -> str:
+        shown, secure = writer.get_extra_info("peercert"), bool(writer.get_extra_info("sslcontext"))
+        if why := admission.why_not_agent(hello, self._token, shown, secure=secure):
+            return why
         if self._is_taken(hello):
             return (
                 f"a node called {hello.node} is here already; give this one another name with "

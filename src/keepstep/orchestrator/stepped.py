@@ -78,6 +78,7 @@ def record_of(seq: int, done: Stepped) -> dict[str, Any]:
         "seq": seq,
         "at": done.now,
         "kind": type(event).__name__,
+        "by": getattr(event, "by", ""),
         "jobs": list(done.jobs),
         "node": getattr(event, "node", None),
         "why": done.decision.why,

@@ -83,6 +83,7 @@ def job_view(cluster: Cluster, job: Job, now: float) -> dict[str, Any]:
         "nodes": spec.nodes,
         "ranks_per_node": spec.ranks_per_node,
         "priority": spec.priority,
+        "project": spec.project,
         "mode": spec.policy.mode.value,
         "script": spec.script,
         "log_directory": spec.log_directory,

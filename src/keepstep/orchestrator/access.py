@@ -1,0 +1,228 @@
+"""The gate of the HTTP interface: who asks, may they, not too often, and what do they get to see.
+
+A token without a project sees everything. One with a project sees its own project's jobs, and of
+what all share only what its jobs use: nodes without their other users, loans without the other
+side, decisions about its own jobs. A sentence that names another project's job is withheld whole.
+Nothing here decides anything about jobs; deciders never learn who may see what.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from keepstep import codec, tls
+from keepstep.orchestrator.http import BadRequest, Request
+from keepstep.orchestrator.journal import Link
+from keepstep.orchestrator.routes import Route
+from keepstep.orchestrator.tokens import MAY, Caller, Role, Tokens
+
+ANOTHER = "another project's"
+WITHHELD = "(withheld: it names another project's job)"
+_WITHHELD_BODY = codec.dumps({"withheld": WITHHELD}).decode()
+_WORD = re.compile(r"[A-Za-z0-9._-]+")
+"""What a job's name may be, among other text."""
+CALLERS_MAX = 4096
+"""Callers whose rates are remembered; the ones that have been quiet longest are forgotten."""
+
+
+class Gate:
+    """Lets requests in, or says why not."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        requests_per_second_max: float = 2000.0,
+        event_streams_max: int = 4096,
+        problem: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._tokens = tokens
+        self._rates = Rates(requests_per_second_max)
+        self._problem = problem
+        self._streams_left = event_streams_max
+
+    async def counted(self, told: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """A stream of events, which counts for as long as somebody listens."""
+        self._streams_left -= 1
+        try:
+            async for part in told:
+                yield part
+        finally:
+            self._streams_left += 1
+
+    def caller(self, request: Request) -> Caller | None:
+        """Whose token the request carries; None: nobody's."""
+        if why := self._tokens.refresh(time.monotonic()):
+            self._problem(why)
+        scheme, _, text = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        found = self._tokens.caller(text.strip(), time.time())
+        operator = tls.operator_of(request.certificate)
+        if found is None or not operator or operator == found.name:
+            return found
+        # Both are in the record: whose token it was, and who used it.
+        return Caller(f"{found.name}/{operator}", found.role, found.project)
+
+    def check(self, route: Route, caller: Caller) -> None:
+        """Raises BadRequest if this caller may not have this route, or not now."""
+        if route.answer == "text/event-stream" and self._streams_left < 1:
+            raise BadRequest(429, "too many clients follow the events", "close some, or wait")
+        if why := refusal(route, caller):
+            raise BadRequest(403, why, "ask with a token of another role; see docs/security.md")
+        if not self._rates.allow(caller.name, time.monotonic()):
+            raise BadRequest(429, f"too many requests of {caller.name}", "wait a second")
+
+
+def refusal(route: Route, caller: Caller) -> str:
+    """Why a caller may not have a route; empty if it may."""
+    if Role(route.role) not in MAY[caller.role]:
+        return f"{caller.name} is {caller.role}; this needs {route.role}"
+    if route.shared and caller.project:
+        return f"{caller.name} is of project {caller.project}, and this touches what all share"
+    return ""
+
+
+class Rates:
+    """A bucket per caller: it fills at the rate, and holds two seconds of it."""
+
+    def __init__(self, per_second: float) -> None:
+        self._per_second = per_second
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def allow(self, caller: str, now: float) -> bool:
+        full = 2 * self._per_second
+        left, at = self._left.pop(caller, (full, now))
+        left = min(full, left + (now - at) * self._per_second)
+        allowed = left >= 1
+        self._left[caller] = (left - 1 if allowed else left, now)
+        if len(self._left) > CALLERS_MAX:
+            self._left.popitem(last=False)
+        return allowed
+
+
+# ---------------------------------------------------------------- what a caller sees
+
+
+class Sight:
+    """The cluster through the eyes of one project; without a project, as it is."""
+
+    def __init__(self, project: str, projects: Mapping[str, str]) -> None:
+        """`projects`: each known job's."""
+        self.all = not project
+        self._own = frozenset(job for job, whose in projects.items() if whose == project)
+        self._others = {job.strip(".-") for job, whose in projects.items() if whose != project}
+
+    def job(self, name: str) -> bool:
+        return self.all or name in self._own
+
+    def picture(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole cluster's."""
+        if self.all:
+            return dict(plain)
+        jobs = {name: self.cleaned(job) for name, job in plain["jobs"].items() if self.job(name)}
+        nodes = {name: self.node(node) for name, node in plain["nodes"].items()}
+        seen = {name: node for name, node in nodes.items() if node is not None}
+        shown: dict[str, Any] = {
+            **plain,
+            "jobs": jobs,
+            "nodes": seen,
+            "incidents": [self.cleaned(i) for i in plain["incidents"] if self.job(i["job"])],
+            "taints": [
+                self.cleaned(taint)
+                for taint in plain["taints"]
+                if taint["place"].partition("/")[0] in seen
+            ],
+            "loans": [loan for loan in map(self._loan, plain["loans"]) if loan is not None],
+            "frozen": self.cleaned(plain["frozen"]),
+            "connected": [name for name in plain["connected"] if name in seen],
+            "pulses": [
+                {**pulse, "jobs": [p for p in pulse["jobs"] if self.job(p["job"])]}
+                for pulse in plain["pulses"]
+                if pulse["node"] in seen
+            ],
+        }
+        return shown
+
+    def node(self, plain: Mapping[str, Any]) -> dict[str, Any] | None:
+        """One node with what is ours on it; None if nothing is."""
+        if self.all:
+            return dict(plain)
+        uses = [use for use in plain["uses"] if use["job"] is not None and self.job(use["job"])]
+        if not uses:
+            return None
+        # How full it is besides, and how often it failed under others, is theirs to know.
+        hidden = {"free": 0, "empty": False, "faults": 0, "fault_at": None}
+        return {**self.cleaned(plain), "uses": self.cleaned(uses), **hidden}
+
+    def record(self, plain: Mapping[str, Any]) -> dict[str, Any] | None:
+        """One decision, as /v1/events tells it; None if it is not about our jobs."""
+        if self.all:
+            return dict(plain)
+        jobs = [job for job in plain["jobs"] if self.job(job)]
+        if not jobs:
+            return None
+        shown: dict[str, Any] = self.cleaned(
+            {**plain, "notes": [note for note in plain["notes"] if self.job(note["job"])]}
+        )
+        shown["phases"] = {job: at for job, at in plain["phases"].items() if self.job(job)}
+        if len(jobs) < len(plain["jobs"]):
+            shown |= {"jobs": jobs, "orders": [], "by": "", "node": None, "why": WITHHELD}
+        return shown
+
+    def cleaned(self, plain: Any) -> Any:
+        """Without what names another project's job: a sentence that does is withheld."""
+        if self.all or not self._others:
+            return plain
+        if isinstance(plain, str):
+            # Words by themselves are kinds, states and places; names of jobs are left out by key.
+            return WITHHELD if " " in plain and self._names(plain) else plain
+        if isinstance(plain, Mapping):
+            shown = {key: self.cleaned(value) for key, value in plain.items()}
+            if shown.get("loan"):
+                shown["loan"] = self._loan(shown["loan"])
+            return shown
+        if isinstance(plain, list | tuple):
+            return [self.cleaned(item) for item in plain]
+        return plain
+
+    def links(self, job: str, links: Iterable[Link], project: str) -> Iterator[Link]:
+        """A job's chain for its owner. A link that tells of others keeps its place and its hash."""
+        owned = self.all
+        for link in links:
+            if not self.all:
+                entry = codec.loads(link.body)["entry"]
+                event = entry["event"]
+                if event["kind"] == "Submitted" and event["body"]["spec"]["job"] == job:
+                    # A name may have been somebody else's job before.
+                    owned = event["body"]["spec"].get("project", "") == project
+                if not owned or self._tells_of_others(job, entry):
+                    link = Link(link.number, link.hash, _WITHHELD_BODY)
+            yield link
+
+    def _tells_of_others(self, job: str, entry: Mapping[str, Any]) -> bool:
+        named = entry["event"]["body"]
+        facts = (*named.get("workers", ()), *named.get("standbys", ()))
+        about = [named.get("job"), named.get("spec", {}).get("job"), *(f["job"] for f in facts)]
+        return any(name not in (None, job) for name in about) or self._anywhere(entry)
+
+    def _anywhere(self, plain: Any) -> bool:
+        if isinstance(plain, Mapping):
+            return any(self._anywhere(item) for pair in plain.items() for item in pair)
+        if isinstance(plain, list | tuple):
+            return any(map(self._anywhere, plain))
+        return isinstance(plain, str) and self._names(plain)
+
+    def _names(self, text: str) -> bool:
+        return any(word.strip(".-") in self._others for word in _WORD.findall(text))
+
+    def _loan(self, loan: Mapping[str, Any]) -> dict[str, Any] | None:
+        sides = [self.job(loan["lender"]), self.job(loan["borrower"])]
+        if not any(sides):
+            return None
+        lender = loan["lender"] if sides[0] else ANOTHER
+        return {**loan, "lender": lender, "borrower": loan["borrower"] if sides[1] else ANOTHER}

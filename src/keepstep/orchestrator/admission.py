@@ -1,0 +1,148 @@
+"""What is let in at the edge: jobs that make sense, and agents that are who they say. Pure.
+
+The brain takes what reaches it for true. So a job of minus one ranks and a node with a billion
+slots are refused here, with the field and the fix, and never journaled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keepstep import tls, wire
+from keepstep.model import JobSpec, Policy, Rank
+from keepstep.orchestrator import planned
+from keepstep.orchestrator.http import BadRequest
+from keepstep.orchestrator.state import Job
+from keepstep.orchestrator.tokens import NAME, Caller
+
+JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""A job's name becomes part of paths and of URLs."""
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+"""As long as a host's."""
+BOUNDS: Mapping[str, tuple[int, int]] = {
+    "nodes": (1, 100_000),
+    "ranks_per_node": (1, 1024),
+    "spares": (0, 100_000),
+    "priority": (-1_000_000, 1_000_000),
+    "standby_level": (1, 2),
+}
+SECONDS_MAX = 10 * 365 * 86_400.0
+TEXT_CHARS_MAX = 4096
+"""Of a path, an argument or a variable."""
+TEXTS_MAX = 4096
+SLOTS_MAX = 1024
+LABELS_MAX = 64
+
+
+def check(spec: JobSpec) -> None:
+    """Raises BadRequest if no job can be meant by this."""
+    if not JOB_NAME.fullmatch(spec.job):
+        raise BadRequest(
+            400,
+            f"{spec.job[:80]!r} cannot be a job's name",
+            "use up to 64 letters, digits, dots, dashes and underscores",
+        )
+    for field, (low, high) in BOUNDS.items():
+        if not low <= getattr(spec, field) <= high:
+            raise BadRequest(400, f"{field} is out of range", f"give {low} to {high}")
+    if not spec.script:
+        raise BadRequest(400, "script is empty", "name the training script")
+    if spec.project and not NAME.fullmatch(spec.project):
+        raise BadRequest(400, "project is no name", "use up to 64 letters, digits, . _ @ and -")
+    _check_texts(spec)
+    _check_policy(spec.policy)
+
+
+def _check_texts(spec: JobSpec) -> None:
+    named = [spec.script, spec.directory, spec.log_directory, spec.state_directory]
+    texts = [*named, *spec.arguments, *spec.preload, *spec.environment, *spec.environment.values()]
+    if len(texts) > TEXTS_MAX:
+        raise BadRequest(400, f"{len(texts)} arguments and variables", f"at most {TEXTS_MAX}")
+    if any(len(text) > TEXT_CHARS_MAX or "\0" in text for text in texts):
+        fix = f"at most {TEXT_CHARS_MAX} characters each, and no zero byte"
+        raise BadRequest(400, "a path, argument or variable is too long", fix)
+    if any(not name or "=" in name for name in spec.environment):
+        raise BadRequest(400, "a variable without a name", "give NAME: value, without =")
+
+
+def _check_policy(policy: Policy) -> None:
+    for field in dataclasses.fields(Policy):
+        value = getattr(policy, field.name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not 0 <= value <= SECONDS_MAX:
+            fix = f"give 0 to {SECONDS_MAX:g}; see `keepstep admin policy show`"
+            raise BadRequest(400, f"policy.{field.name} is out of range", fix)
+
+
+def owned(spec: JobSpec, caller: Caller, known: Job | None) -> JobSpec:
+    """The job as this caller may submit it: within its project, and under a name of its own."""
+    if caller.project and not spec.project:
+        spec = dataclasses.replace(spec, project=caller.project)
+    if caller.project and spec.project != caller.project:
+        raise BadRequest(
+            403, f"{caller.name} is of project {caller.project}", "submit in this project"
+        )
+    if known is None:
+        return spec
+    if known.spec.project != spec.project:
+        # Also when it is over: its chain and its incidents stay its owner's.
+        raise BadRequest(409, f"the name {spec.job} is taken", "give the job another name (--job)")
+    if not known.state.over and known.spec != spec:
+        fields = [field.name for field in dataclasses.fields(JobSpec)]
+        other = [name for name in fields if getattr(spec, name) != getattr(known.spec, name)]
+        raise BadRequest(
+            409,
+            f"job {spec.job} is already there with another {', '.join(other)}",
+            "give the same on each node, or another name (--job) to a new job",
+        )
+    return spec
+
+
+def check_migrate(job: Job, ranks: Sequence[int], *, to: str, home: bool, cancel: bool) -> None:
+    """Raises BadRequest if these ranks cannot be asked to move, or not to, as the job stands."""
+    name = job.spec.job
+    if home and (ranks or to):
+        raise BadRequest(400, "home is for all ranks", 'send {"home": true} and no more')
+    if cancel and (home or to):
+        raise BadRequest(
+            400, "cancel names ranks only", 'send {"ranks": [2], "cancel": true} and no more'
+        )
+    if not home and not ranks:
+        raise BadRequest(400, "ranks is missing", 'send {"ranks": [2]} or {"home": true}')
+    if job.roster is None or job.state.over:
+        raise BadRequest(409, f"{name} does not run", "see GET /v1/jobs")
+    if bad := [rank for rank in ranks if not 0 <= rank < len(job.roster.seats)]:
+        last = len(job.roster.seats) - 1
+        raise BadRequest(404, f"{name} has no rank {bad[0]}", f"its ranks are 0 to {last}")
+    why = "" if cancel else planned.refusal(job, [Rank(rank) for rank in ranks])
+    if why:
+        raise BadRequest(409, why, "nothing was changed")
+
+
+def why_not_agent(
+    hello: wire.Message, token: str, certificate: Mapping[str, Any] | None, *, secure: bool
+) -> str:
+    """Why this is no agent of ours; empty if it is one. With TLS the certificate is the proof, and
+    the token is not asked for: a node should not hold what may do everything."""
+    if not isinstance(hello, wire.Hello):
+        return f"the first message is a Hello, not a {type(hello).__name__}"
+    if secure:
+        if why := tls.why_not_node(certificate, hello.node):
+            return why
+    elif not hmac.compare_digest(hello.token.encode(), token.encode()):
+        return "the token is not this cluster's; give the agent the orchestrator's token file"
+    if not hello.node:
+        return "a node needs a name"
+    if not NODE_NAME.fullmatch(hello.node):
+        return "a node's name is up to 253 letters, digits, dots, dashes and underscores"
+    if not 0 < hello.slots <= SLOTS_MAX:
+        return f"a node has 1 to {SLOTS_MAX} slots"
+    texts = [hello.address, hello.boot, *hello.labels, *hello.labels.values()]
+    if len(hello.labels) > LABELS_MAX or any(len(text) > 256 for text in texts):
+        return f"a node has at most {LABELS_MAX} labels, of 256 characters each"
+    return ""

@@ -1,0 +1,209 @@
+"""Who may ask for what: tokens with a role and a project, kept by digest in one file.
+
+A token is 256 random bits. The file holds their SHA-256 digests, so whoever reads the file cannot
+use it; a slow hash would add nothing, because there is nothing to guess. The orchestrator reads the
+file again when it changes: a token that was taken back stops working within a second.
+
+    viewer     reads
+    operator   reads and acts: submits, stops, migrates, drains, taints, freezes
+    webhook    delivers alerts, and nothing else
+    admin      everything
+
+A token of a project sees and touches that project's jobs only, and acts on nothing that all share:
+no nodes, no taints, no freeze.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from keepstep import codec
+from keepstep.errors import ConfigError, KeepstepError
+
+PREFIX = "kst_"
+"""So that scanners for leaked secrets can know one."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+"""Of a token and of a project."""
+LOOK_SECONDS = 1.0
+CLUSTER = "cluster-token"
+"""What the journal calls whoever has the cluster's own token."""
+
+
+class Role(StrEnum):
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+    WEBHOOK = "webhook"
+    ADMIN = "admin"
+
+
+MAY: dict[Role, frozenset[Role]] = {
+    Role.VIEWER: frozenset({Role.VIEWER}),
+    Role.OPERATOR: frozenset({Role.VIEWER, Role.OPERATOR}),
+    Role.WEBHOOK: frozenset({Role.WEBHOOK}),
+    Role.ADMIN: frozenset(Role),
+}
+"""What each role may do, by the role that a route asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a request, as far as its token tells."""
+
+    name: str
+    role: Role
+    project: str = ""
+    """Empty: all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One line of the file."""
+
+    name: str
+    role: Role
+    sha256: str
+    project: str = ""
+    made_at: float = 0.0
+    expires_at: float = 0.0
+    """0: it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFile:
+    tokens: tuple[Token, ...] = ()
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Tokens:
+    """The callers that one orchestrator knows: by the file, and by the cluster's own token."""
+
+    def __init__(self, cluster_token: str, path: Path | None = None) -> None:
+        self._own = digest(cluster_token)
+        self._path = path
+        self._stamp: tuple[int, int] = (0, 0)
+        self._looked_at = 0.0
+        self._known: dict[str, Token] = {}
+        if path is not None:
+            # Now: a file that makes no sense is an error at the start, not a locked door later.
+            self._stamp = _stamp(path)
+            self._known = _by_digest(read(path))
+
+    def caller(self, text: str, now: float) -> Caller | None:
+        """Whose token this is, at `now` on the wall clock; None: nobody's."""
+        # Looked up by digest: how long it takes says nothing about a token that is nearly right.
+        given = digest(text)
+        if given == self._own:
+            return Caller(CLUSTER, Role.ADMIN)
+        token = self._known.get(given)
+        if token is None or (token.expires_at and now >= token.expires_at):
+            return None
+        return Caller(token.name, token.role, token.project)
+
+    def refresh(self, monotonic: float) -> str:
+        """Read the file again if it has changed; returns why that could not be done, if so."""
+        if self._path is None or monotonic < self._looked_at + LOOK_SECONDS:
+            return ""
+        self._looked_at = monotonic
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return ""
+        self._stamp = stamp
+        try:
+            self._known = _by_digest(read(self._path))
+        except ConfigError as error:
+            # Closed rather than stale: a token that was just taken back must not go on working.
+            self._known = {}
+            return f"{error}; until then only the cluster's own token is accepted"
+        return ""
+
+
+def _by_digest(file: TokenFile) -> dict[str, Token]:
+    return {token.sha256: token for token in file.tokens}
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        there = os.stat(path)
+    except OSError:
+        return (0, 0)
+    return there.st_mtime_ns, there.st_ino
+
+
+# ---------------------------------------------------------------- the file
+
+
+def read(path: Path) -> TokenFile:
+    """Strictly; raises ConfigError, which says the fix."""
+    try:
+        return codec.from_plain(TokenFile, codec.loads(path.read_bytes()))
+    except OSError as error:
+        raise ConfigError(f"cannot read the tokens file {path}: {error.strerror}") from error
+    except KeepstepError as error:
+        raise ConfigError(
+            f"{path} is no file of `keepstep admin token` ({error}); restore it, or make it anew"
+        ) from error
+
+
+def new(
+    path: Path, name: str, role: Role, *, project: str = "", seconds: float = 0.0
+) -> tuple[str, Token]:
+    """Add a token to the file, and return its text: the only time that anybody sees it."""
+    for what, text in (("name", name), ("project", project)):
+        if text and not NAME.fullmatch(text):
+            raise ConfigError(f"{what} is {text[:80]!r}; use up to 64 letters, digits, . _ @ and -")
+    if not name or name == CLUSTER:
+        raise ConfigError("give the token a name of its own: the journal names it for what it did")
+    if project and role in (Role.WEBHOOK, Role.ADMIN):
+        raise ConfigError(f"{role} is for the whole cluster; leave out --project")
+    text = PREFIX + secrets.token_urlsafe(32)
+    made = time.time()
+    token = Token(name, role, digest(text), project, made, made + seconds if seconds else 0.0)
+    with _changing(path):
+        file = read(path) if path.exists() else TokenFile()
+        if any(known.name == name for known in file.tokens):
+            raise ConfigError(f"there is a token called {name}; revoke it first, or take another")
+        _write(path, replace(file, tokens=(*file.tokens, token)))
+    return text, token
+
+
+def revoke(path: Path, name: str) -> Token:
+    """Take a token back."""
+    with _changing(path):
+        file = read(path)
+        found = [token for token in file.tokens if token.name == name]
+        if not found:
+            known = ", ".join(token.name for token in file.tokens[:8]) or "none"
+            raise ConfigError(f"no token is called {name}; there are: {known}")
+        _write(path, TokenFile(tuple(t for t in file.tokens if t.name != name)))
+    return found[0]
+
+
+@contextlib.contextmanager
+def _changing(path: Path) -> Iterator[None]:
+    """One at a time: two commands at once must not undo each other."""
+    try:
+        with path.with_name(f".{path.name}.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _write(path: Path, file: TokenFile) -> None:
+    fresh = path.with_name(f".{path.name}.new")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+        out.write(codec.dumps(codec.to_plain(file)) + b"\n")
+    fresh.replace(path)

@@ -1,0 +1,449 @@
+"""Who may do what, and that one customer never sees another: every route, every role."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep import codec, wire
+from keepstep.clock import RealClock
+from keepstep.config import OrchestratorConfig
+from keepstep.model import JobId, JobSpec, NodeId, Phase, Policy, Severity, Sign
+from keepstep.orchestrator import admission, events
+from keepstep.orchestrator.access import WITHHELD, Gate, Sight, refusal
+from keepstep.orchestrator.api import ROUTES, Api
+from keepstep.orchestrator.http import BadRequest, Request, Response, Streamed
+from keepstep.orchestrator.journal import Link
+from keepstep.orchestrator.journal_sqlite import SqliteJournal
+from keepstep.orchestrator.routes import Call, Route
+from keepstep.orchestrator.run import Orchestrator
+from keepstep.orchestrator.stepped import Waiting
+from keepstep.orchestrator.tokens import Caller, Role, Tokens, new
+
+OWN = "the-clusters-own-token"
+SECRET = "zebra"
+"""In everything that is B's: it must not be in anything that A gets."""
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "security.md"
+
+
+class Served:
+    """A real orchestrator with two customers, without sockets."""
+
+    def __init__(self, directory: Path) -> None:
+        self.journal = SqliteJournal(directory / "journal.db")
+        quiet: Any = lambda *_, **__: None  # noqa: E731
+        self.orchestrator = Orchestrator(
+            self.journal, OrchestratorConfig(), RealClock(), OWN, quiet
+        )
+        path = directory / "tokens.json"
+        self.texts = {
+            f"{role}{project}": new(path, f"{role}{project}", role, project=project)[0]
+            for role in Role
+            for project in ("", "a", "b")
+            if not project or role in (Role.VIEWER, Role.OPERATOR)
+        }
+        self.texts["own"] = OWN
+        self.gate = Gate(Tokens(OWN, path))
+        self.api = Api(self.orchestrator, self.journal, self.gate, {}, quiet)
+
+    def feed(self, *given: events.Event) -> None:
+        self.orchestrator._handle([Waiting(event) for event in given])
+
+    async def ask(self, who: str, method: str, path: str, body: object = None) -> tuple[int, str]:
+        headers = {"authorization": f"Bearer {self.texts.get(who, who)}"}
+        data = b"" if body is None else codec.dumps(body)
+        path, _, query = path.partition("?")
+        asked = dict(pair.split("=", 1) for pair in query.split("&")) if query else {}
+        try:
+            reply = await self.api.handle(Request(method, path, asked, headers, data))
+        except BadRequest as error:
+            return error.status, f"{error} {error.fix}"
+        if isinstance(reply, Streamed):
+            return 200, await self.read(reply)
+        assert isinstance(reply, Response)
+        return reply.status, reply.body.decode()
+
+    async def read(self, reply: Streamed) -> str:
+        """A stream to its end, or until nothing comes."""
+        parts = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                while part := await anext(aiter(reply.parts), b""):
+                    parts.append(part.decode())
+        return "".join(parts)
+
+
+@contextlib.asynccontextmanager
+async def served(directory: Path) -> AsyncIterator[Served]:
+    made = Served(directory)
+    working = asyncio.create_task(made.orchestrator._work())
+    try:
+        async with asyncio.timeout(60):
+            yield made
+    finally:
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
+        made.journal.close()
+
+
+def populate(made: Served) -> None:
+    """Two customers on shared nodes; B's job is in trouble, and A's would have to lend."""
+    for name in ("n0", "n1", "n2", "n3"):
+        made.feed(wire.Hello(NodeId(name), "127.0.0.1", 2, 1, 2, f"boot-{name}"))
+    specs = [
+        JobSpec(JobId("mine"), "mine.py", nodes=2, ranks_per_node=2, project="a"),
+        JobSpec(
+            JobId(SECRET),
+            f"{SECRET}.py",
+            (f"--{SECRET}",),
+            nodes=2,
+            ranks_per_node=2,
+            priority=5,
+            project="b",
+            environment={SECRET.upper(): SECRET},
+            log_directory=f"/logs/{SECRET}",
+        ),
+    ]
+    for spec in specs:
+        made.feed(events.Submitted(spec))
+    for spec in specs:
+        job = made.orchestrator.cluster.jobs[spec.job]
+        assert job.roster is not None
+        for seat in job.roster.seats:
+            done = wire.SeatReport(seat.rank, 1, step=1)
+            report = wire.PhaseReport(seat.node, spec.job, job.generation, Phase.RESUME, (done,))
+            made.feed(report)
+        made.orchestrator._alive.heartbeats[seat.node] = wire.Heartbeat(
+            seat.node, (wire.JobPulse(spec.job, job.generation, 5, 4, 0.1),)
+        )
+    job = made.orchestrator.cluster.jobs[JobId(SECRET)]
+    assert job.roster is not None
+    seat = job.roster.seats[0]
+    made.feed(events.TaintAsked(seat.node, f"the {SECRET} job melts it", Severity.AVOID))
+    made.feed(events.NodeSilent(seat.node))
+    # And a node of A's, once more, with a worker of B's that it should not have.
+    mine = made.orchestrator.cluster.jobs[JobId("mine")]
+    assert mine.roster is not None
+    there = mine.roster.seats[0]
+    stray = wire.WorkerFact(JobId(SECRET), there.rank, 1, 1, job.generation)
+    made.feed(wire.Hello(there.node, "127.0.0.1", 2, 1, 2, f"boot-{there.node}", (stray,)))
+    made.feed(wire.Observed(there.node, JobId("mine"), Sign.BROKEN, there.rank))
+
+
+def in_two_projects(test: Any) -> Any:
+    def run(tmp_path: Path) -> None:
+        async def body() -> None:
+            async with served(tmp_path) as made:
+                populate(made)
+                await test(made)
+
+        asyncio.run(body())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def paths(made: Served, job: str) -> list[tuple[Route, str]]:
+    """Every route, with the names of somebody's things."""
+    cluster = made.orchestrator.cluster
+    known = cluster.jobs[JobId(job)]
+    incident = known.incident.incident if known.incident else "none"
+    assert known.roster is not None
+    names = {"job": job, "node": str(known.roster.seats[1].node), "incident": incident}
+    return [
+        (route, re.sub(r"\{(\w+)\}", lambda named: names[named[1]], route.path))
+        for route in ROUTES
+        if not route.open
+    ]
+
+
+# --- one customer never sees another --------------------------------------------------------------
+
+
+@in_two_projects
+async def test_nothing_that_a_project_can_read_names_another_projects_job(made: Served):
+    for who in ("viewera", "operatora"):
+        for job in ("mine", SECRET):
+            for route, path in paths(made, job):
+                if route.method != "GET":
+                    continue
+                if route.answer == "text/event-stream":
+                    path = f"{path}?after=0"
+                if route.path.endswith("/policy"):
+                    path = f"{path}?fault=rank:0,rank:1"
+                status, text = await made.ask(who, "GET", path)
+                asked = "" if job == "mine" else f"no job is called {SECRET}"
+                assert SECRET not in text.lower().replace(asked, ""), (who, path)
+                assert status == (404 if "{job}" in route.path and job == SECRET else status)
+                assert status in (200, 404)
+
+
+@in_two_projects
+async def test_the_same_reader_sees_all_of_its_own(made: Served):
+    status, text = await made.ask("viewera", "GET", "/v1/cluster")
+    picture = json.loads(text)
+    assert status == 200
+    assert list(picture["jobs"]) == ["mine"]
+    assert picture["jobs"]["mine"]["seats"]
+    own = {seat["node"] for seat in picture["jobs"]["mine"]["seats"]}
+    assert set(picture["nodes"]) == own
+    assert {p["job"] for pulse in picture["pulses"] for p in pulse["jobs"]} <= {"mine"}
+    _, text = await made.ask("viewera", "GET", "/v1/jobs/mine/journal")
+    assert any('"Submitted"' in json.loads(line)["body"] for line in text.splitlines())
+    _, text = await made.ask("viewera", "GET", "/v1/events?after=0")
+    assert '"jobs":["mine"]' in text
+    _, all_of_it = await made.ask("own", "GET", "/v1/cluster")
+    assert set(json.loads(all_of_it)["jobs"]) == {"mine", SECRET}
+    assert SECRET in (await made.ask("own", "GET", "/v1/events?after=0"))[1]
+
+
+@in_two_projects
+async def test_a_project_cannot_touch_anothers_job_nor_what_all_share(made: Served):
+    bodies: dict[str, Any] = {
+        "/v1/jobs/{job}/migrate": {"ranks": [0]},
+        "/v1/taints": {"node": "n0", "reason": "x"},
+        "/v1/taints/remove": {"node": "n0"},
+        "/v1/webhooks/alertmanager": {"version": "4", "alerts": []},
+    }
+    before = made.orchestrator._standing.seq
+    for route, path in paths(made, SECRET):
+        if route.method == "POST" and route.path != "/v1/jobs":
+            status, _ = await made.ask("operatora", "POST", path, bodies.get(route.path, {}))
+            assert status == (403 if route.shared else 404), path
+    other = codec.to_plain(JobSpec(JobId("new"), "t.py", project="b"))
+    assert (await made.ask("operatora", "POST", "/v1/jobs", other))[0] == 403
+    taken = codec.to_plain(JobSpec(JobId(SECRET), "t.py"))
+    status, text = await made.ask("operatora", "POST", "/v1/jobs", taken)
+    assert (status, "taken" in text) == (409, True)
+    assert made.orchestrator._standing.seq == before, "nothing of it was decided"
+
+
+@in_two_projects
+async def test_a_job_belongs_to_the_project_of_its_token(made: Served):
+    plain = codec.to_plain(JobSpec(JobId("new"), "t.py"))
+    assert (await made.ask("operatora", "POST", "/v1/jobs", plain))[0] == 200
+    assert made.orchestrator.cluster.jobs[JobId("new")].spec.project == "a"
+    assert (await made.ask("operatora", "POST", "/v1/jobs", plain))[0] == 200, "and again"
+    assert (await made.ask("viewerb", "GET", "/v1/jobs/new"))[0] == 404
+    assert (await made.ask("viewera", "GET", "/v1/jobs/new"))[0] == 200
+
+
+def test_one_projects_keys_are_none_of_anothers():
+    request = Request("POST", "/", {}, {"idempotency-key": "k"})
+    keys = [Call(request, {}, {}, Caller("x", Role.OPERATOR, of)).key for of in ("", "a", "b")]
+    assert keys == ["k", "a:k", "b:k"]
+    long = Request("POST", "/", {}, {"idempotency-key": "k" * 201})
+    with pytest.raises(BadRequest, match="long"):
+        _ = Call(long, {}, {}, Caller("x", Role.OPERATOR)).key
+    assert Call(Request("POST", "/", {}, {}), {}, {}, Caller("x", Role.OPERATOR, "a")).key == ""
+
+
+# --- roles ----------------------------------------------------------------------------------------
+
+
+@in_two_projects
+async def test_every_route_asks_for_its_role(made: Served):
+    for route, path in paths(made, "mine"):
+        for role in Role:
+            status, text = await made.ask(str(role), route.method, path, {"node": "?"})
+            caller = Caller(str(role), role)
+            assert (status == 403) == bool(refusal(route, caller)), (role, path, text)
+        for nobody in ("", "wrong", "kst_"):
+            assert (await made.ask(nobody, route.method, path))[0] == 401
+
+
+def test_what_changes_something_is_not_for_viewers_and_alerts_are_for_webhooks():
+    for route in ROUTES:
+        if route.method == "POST" and not route.open:
+            assert route.role is not Role.VIEWER
+    webhook = Caller("w", Role.WEBHOOK)
+    assert [r.path for r in ROUTES if not r.open and not refusal(r, webhook)] == [
+        "/v1/webhooks/alertmanager"
+    ]
+
+
+@in_two_projects
+async def test_the_journal_names_who_asked(made: Served):
+    await made.ask("operator", "POST", "/v1/nodes/n3/drain", {"why": "to clean it"})
+    await made.ask("operatora", "POST", "/v1/jobs/mine/stop", {})
+    asked = {}
+    for body in made.journal.load().entries:
+        event = events.from_plain(body["event"])
+        if isinstance(event, events.DrainAsked | events.StopAsked):
+            asked[type(event).__name__] = event.by
+    assert asked == {"DrainAsked": "operator", "StopAsked": "operatora"}
+    told = [record for record in made.orchestrator.history if record["kind"] == "DrainAsked"]
+    assert told[-1]["by"] == "operator"
+
+
+@in_two_projects
+async def test_no_token_is_in_the_journal_or_in_any_answer(made: Served):
+    await made.ask("operator", "POST", "/v1/nodes/n3/drain", {})
+    found = codec.dumps([link.body for link in made.journal.export("")]).decode()
+    found += codec.dumps(list(made.journal.load().entries)).decode()
+    for route, path in paths(made, "mine"):
+        if route.method == "GET":
+            found += (await made.ask("admin", "GET", path))[1]
+    for text in made.texts.values():
+        assert text not in found
+
+
+@in_two_projects
+async def test_haste_is_refused_per_token_and_told_so(made: Served):
+    made.api._gate = Gate(Tokens(OWN), requests_per_second_max=1.0)
+    statuses = [(await made.ask("own", "GET", "/v1/jobs"))[0] for _ in range(4)]
+    assert statuses == [200, 200, 429, 429]
+    assert (await made.ask("own", "GET", "/healthz"))[0] == 200
+
+
+@in_two_projects
+async def test_listeners_are_counted_for_as_long_as_they_listen(made: Served):
+    made.api._gate = Gate(Tokens(OWN), event_streams_max=1)
+    headers = {"authorization": f"Bearer {OWN}"}
+    reply = await made.api.handle(Request("GET", "/v1/events", {}, headers))
+    assert isinstance(reply, Streamed)
+    parts = reply.parts
+    assert await anext(parts) == b": connected\n\n"
+    assert (await made.ask("own", "GET", "/v1/events"))[0] == 429
+    await parts.aclose()  # type: ignore[attr-defined]
+    assert (await made.ask("own", "GET", "/v1/events"))[0] == 200
+
+
+BEGIN, END = "<!-- roles: written by tests/unit/test_access.py -->\n", "<!-- end of roles -->\n"
+
+
+def table() -> str:
+    """Roles and routes, as the document has them."""
+    rows = ["| route | viewer | operator | webhook | admin | a project's token |"]
+    rows.append("|---|---|---|---|---|---|")
+    for route in ROUTES:
+        if route.open:
+            about = "anybody" if route.method == "GET" else "by certificate, or in its Hello"
+            rows.append(f"| `{route.method} {route.path}` | {about} | | | | |")
+            continue
+        may = ["yes" if not refusal(route, Caller("x", role)) else "" for role in Role]
+        scoped = "" if route.shared else "its own jobs"
+        rows.append(f"| `{route.method} {route.path}` | {' | '.join(may)} | {scoped} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_document_has_the_roles_of_every_route():
+    whole = DOCUMENT.read_text(encoding="utf-8")
+    before, rest = whole.split(BEGIN)
+    found, after = rest.split(END)
+    if os.environ.get("KEEPSTEP_REWRITE"):
+        DOCUMENT.write_text(before + BEGIN + table() + END + after, encoding="utf-8")
+        return
+    assert found == table(), "run this test with KEEPSTEP_REWRITE=1, and review the diff"
+
+
+# --- the pure parts -------------------------------------------------------------------------------
+
+
+def link(number: int, event: dict[str, Any], why: str = "") -> Link:
+    body = {"entry": {"event": event, "now": 0.0, "orders": [], "why": why}, "seq": 1, "term": 1}
+    return Link(number, f"hash{number}", codec.dumps(body).decode())
+
+
+def submitted(job: str, project: str) -> dict[str, Any]:
+    spec = codec.to_plain(JobSpec(JobId(job), "t.py", project=project))
+    return {"kind": "Submitted", "body": {"spec": spec, "by": ""}}
+
+
+def test_a_chain_withholds_who_had_the_name_before_and_what_tells_of_others():
+    sight = Sight("a", {"j": "a", "x": "b"})
+    facts = [{"job": "gone", "rank": 0}]
+    chain = [
+        link(1, submitted("j", "b")),
+        link(2, {"kind": "StopAsked", "body": {"job": "j"}}),
+        link(3, submitted("j", "a")),
+        link(4, {"kind": "Hello", "body": {"node": "n", "workers": facts}}),
+        link(5, submitted("x", "b")),
+        link(6, {"kind": "NodeSilent", "body": {"node": "n"}}, why="x and j lose a rank"),
+        link(7, {"kind": "StopAsked", "body": {"job": "j"}}, why="j ends"),
+    ]
+    seen = list(sight.links("j", chain, "a"))
+    assert [one.hash for one in seen] == [one.hash for one in chain]
+    assert [one.number for one in seen if WITHHELD not in one.body] == [3, 7]
+    assert list(Sight("", {}).links("j", chain, "")) == chain
+
+
+@pytest.mark.parametrize(
+    ("text", "withheld"),
+    [
+        ("job b lends", True),
+        ("what b: lends", True),
+        ("as of b. And", True),
+        ("(b) is there", True),
+        ("see /logs/b/rank_0.log now", True),
+        ("job b-2 lends", False),
+        ("job a.b lends", False),
+        ("nb lends", False),
+        ("b", False),
+    ],
+)
+def test_a_sentence_that_names_another_projects_job_is_withheld_whole(text: str, withheld: bool):
+    sight = Sight("a", {"b": "b", "a.b": "a", "b-2": "a"})
+    assert sight.cleaned({"x": [text]})["x"] == [WITHHELD if withheld else text]
+
+
+BAD_SPECS: list[dict[str, Any]] = [
+    {"job": ""},
+    {"job": "a/b"},
+    {"job": "x" * 65},
+    {"nodes": 0},
+    {"nodes": -1},
+    {"nodes": 10**9},
+    {"ranks_per_node": 0},
+    {"ranks_per_node": 10**6},
+    {"spares": -1},
+    {"priority": 10**12},
+    {"standby_level": 3},
+    {"script": ""},
+    {"script": "a\0b"},
+    {"project": "a b"},
+    {"arguments": ("x" * 5000,)},
+    {"arguments": ("x",) * 5000},
+    {"environment": {"A=B": "c"}},
+    {"environment": {"": "c"}},
+    {"policy": Policy(hold_seconds_max=-1.0)},
+    {"policy": Policy(budget_steps=1e300)},
+]
+
+
+@pytest.mark.parametrize("more", BAD_SPECS, ids=lambda more: next(iter(more)))
+def test_a_job_that_nobody_can_mean_is_refused_before_it_is_decided(more: dict[str, Any]):
+    good = {"job": JobId("j"), "script": "t.py"}
+    admission.check(JobSpec(**good))
+    with pytest.raises(BadRequest) as refused:
+        admission.check(JobSpec(**(good | more)))
+    assert refused.value.status == 400
+    assert refused.value.fix
+
+
+def test_an_agent_is_let_in_by_token_without_tls_and_by_certificate_with_it():
+    hello = wire.Hello(NodeId("n1"), "h", 1, 1, 2, "boot", token=OWN)
+    shown = {"subjectAltName": (("URI", "keepstep://node/n1"),)}
+    assert admission.why_not_agent(hello, OWN, None, secure=False) == ""
+    assert admission.why_not_agent(hello, "other", None, secure=False)
+    assert admission.why_not_agent(hello, OWN, None, secure=True), "a token is no certificate"
+    assert admission.why_not_agent(hello, "other", shown, secure=True) == ""
+    assert admission.why_not_agent(wire.Heartbeat(NodeId("n1")), OWN, shown, secure=True)
+
+
+@pytest.mark.parametrize(
+    "more", [{"slots": 0}, {"slots": 10**9}, {"node": ""}, {"node": "a\nb"}, {"boot": "x" * 300}]
+)
+def test_an_agent_of_no_sense_is_refused(more: dict[str, Any]):
+    facts = {"node": "n1", "address": "h", "slots": 1, "peer_port": 1, "store_port": 2, "boot": "b"}
+    hello = wire.Hello(**{**facts, **more}, token=OWN)
+    assert admission.why_not_agent(hello, OWN, None, secure=False)

@@ -1,0 +1,113 @@
+"""Tokens: made once, kept by digest, read again, taken back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keepstep.cli import main
+from keepstep.errors import ConfigError
+from keepstep.orchestrator import tokens
+from keepstep.orchestrator.access import Rates
+from keepstep.orchestrator.tokens import MAY, Caller, Role, Tokens
+
+OWN = "the-clusters-own-token"
+
+
+def test_a_token_is_known_by_its_digest_and_the_file_does_not_hold_it(tmp_path: Path):
+    path = tmp_path / "tokens.json"
+    text, _ = tokens.new(path, "alice", Role.OPERATOR, project="a")
+    assert text.startswith("kst_")
+    assert len(text) > 40
+    assert text not in path.read_text(encoding="utf-8")
+    assert path.stat().st_mode & 0o077 == 0
+    known = Tokens(OWN, path)
+    assert known.caller(text, 0.0) == Caller("alice", Role.OPERATOR, "a")
+    assert known.caller(OWN, 0.0) == Caller(tokens.CLUSTER, Role.ADMIN)
+    for wrong in ("", text[:-1], f"{text}x", tokens.digest(text), "ä"):
+        assert known.caller(wrong, 0.0) is None
+
+
+def test_one_that_was_taken_back_is_refused_and_a_new_one_accepted(tmp_path: Path):
+    path = tmp_path / "tokens.json"
+    old, _ = tokens.new(path, "alice", Role.VIEWER)
+    known = Tokens(OWN, path)
+    tokens.revoke(path, "alice")
+    new, _ = tokens.new(path, "alice", Role.VIEWER)
+    assert known.refresh(10.0) == ""
+    assert known.caller(old, 0.0) is None
+    assert known.caller(new, 0.0) == Caller("alice", Role.VIEWER)
+
+
+def test_a_file_that_became_unreadable_closes_the_door_instead_of_leaving_it_ajar(tmp_path: Path):
+    path = tmp_path / "tokens.json"
+    text, _ = tokens.new(path, "alice", Role.ADMIN)
+    known = Tokens(OWN, path)
+    path.write_text("{", encoding="utf-8")
+    assert "only the cluster's own token" in known.refresh(10.0)
+    assert known.caller(text, 0.0) is None
+    assert known.caller(OWN, 0.0) is not None
+    with pytest.raises(ConfigError):
+        Tokens(OWN, path)
+
+
+def test_a_token_may_end_by_itself(tmp_path: Path):
+    path = tmp_path / "tokens.json"
+    text, token = tokens.new(path, "guest", Role.VIEWER, seconds=60)
+    known = Tokens(OWN, path)
+    assert known.caller(text, token.expires_at - 1) is not None
+    assert known.caller(text, token.expires_at) is None
+
+
+def test_names_and_roles_that_make_no_sense_are_refused(tmp_path: Path):
+    path = tmp_path / "tokens.json"
+    tokens.new(path, "alice", Role.VIEWER)
+    for name, role, project in [
+        ("alice", Role.VIEWER, ""),
+        ("", Role.VIEWER, ""),
+        (tokens.CLUSTER, Role.VIEWER, ""),
+        ("a b", Role.VIEWER, ""),
+        ("bob", Role.VIEWER, "a/b"),
+        ("bob", Role.WEBHOOK, "a"),
+        ("bob", Role.ADMIN, "a"),
+    ]:
+        with pytest.raises(ConfigError):
+            tokens.new(path, name, role, project=project)
+    with pytest.raises(ConfigError, match="there are: alice"):
+        tokens.revoke(path, "bob")
+
+
+def test_no_role_but_admin_may_do_all_and_a_webhook_reads_nothing():
+    assert MAY[Role.ADMIN] == frozenset(Role)
+    assert MAY[Role.VIEWER] < MAY[Role.OPERATOR] < MAY[Role.ADMIN]
+    assert MAY[Role.WEBHOOK] == {Role.WEBHOOK}
+
+
+def test_rates_hold_on_average_and_allow_a_burst():
+    rates = Rates(10.0)
+    assert [rates.allow("a", 0.0) for _ in range(21)] == [True] * 20 + [False]
+    assert rates.allow("b", 0.0), "one caller's haste is not another's"
+    assert [rates.allow("a", 0.1) for _ in range(2)] == [True, False]
+    for number in range(10_000):
+        rates.allow(str(number), 1.0)
+    assert len(rates._left) <= 4096
+
+
+def test_the_command_line_prints_a_token_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("KEEPSTEP_ORCHESTRATOR_TOKENS_FILE", str(tmp_path / "tokens.json"))
+    line = ["admin", "token", "new", "bob", "--role", "operator", "--project", "b"]
+    assert main(line) == 0
+    text = capsys.readouterr().out.strip()
+    assert Tokens(OWN, tmp_path / "tokens.json").caller(text, 0.0) == Caller(
+        "bob", Role.OPERATOR, "b"
+    )
+    assert main(["admin", "token", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.split() == ["bob", "operator", "b"]
+    assert main(["admin", "token", "list", "-o", "json"]) == 0
+    assert "sha256" not in capsys.readouterr().out
+    assert main(["admin", "token", "revoke", "bob"]) == 0
+    assert main(["admin", "token", "revoke", "bob"]) == 2
