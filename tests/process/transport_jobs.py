@@ -7,6 +7,9 @@ import torch.distributed as dist
 
 from keepstep.model import Move, Rank
 from keepstep.training.capsule import digest
+from keepstep.training.inner import GroupsBroken
+from keepstep.training.raw import tensor_bytes
+from keepstep.training.sealed_side import SealedSide
 from keepstep.training.transport import receive, send
 from tests.process.world import TIMEOUT
 
@@ -109,3 +112,57 @@ def corrupt_source(store, rank, size):
     found = receive(side, state(2), move)
     side.barrier().wait()
     return [i for i, (a, b) in enumerate(zip(found, claim, strict=True)) if a != b]
+
+
+class OverhearingSide:
+    """Keeps a copy of all bytes that leave."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.heard = []
+
+    def send(self, tensors, target, tag):
+        self.heard += [tensor.clone() for tensor in tensors]
+        return self.inner.send(tensors, target, tag)
+
+    def recv(self, tensors, source, tag):
+        return self.inner.recv(tensors, source, tag)
+
+
+def sealed(store, rank, size, sources):
+    side = side_of(store, rank, size)
+    move = Move(Rank(0), tuple(Rank(s) for s in sources))
+    wire = OverhearingSide(side)
+    around = SealedSide(wire, rank, "the secret of this generation")
+    if rank:
+        if rank in sources:
+            send(around, state(1), move, rank)
+            wanted = tensor_bytes(state(1)[0][:16])
+            heard = b"".join(map(tensor_bytes, wire.heard))
+            assert wire.heard
+            assert wanted not in heard
+        side.barrier().wait()
+        return True
+    mine = state(2)
+    digests = receive(around, mine, move)
+    side.barrier().wait()
+    assert same(mine, state(1))
+    assert digests == [digest(t) for t in state(1)]
+    return True
+
+
+def strangers(store, rank, size):
+    """Two generations of one job meet: each has its own secret."""
+    side = side_of(store, rank, size)
+    move = Move(Rank(0), (Rank(1),))
+    around = SealedSide(side, rank, f"secret {rank}")
+    mine = state(2)
+    try:
+        send(around, state(1), move, rank) if rank else receive(around, mine, move)
+    except GroupsBroken as error:
+        assert same(mine, state(2)), "nothing may land"
+        return str(error)
+    except RuntimeError as error:
+        # The other side left first.
+        return f"sealed: {error}"
+    return "moved"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -19,9 +20,9 @@ HELLO = (b"h" * 32, b"h" * 32)
 SECONDS_MAX = 10.0
 
 
-def ring(count: int) -> list[Exchange]:
+def ring(count: int, *, sealed: bool = False) -> list[Exchange]:
     """Each sends to the next one."""
-    exchanges = [Exchange("127.0.0.1", *HELLO) for _ in range(count)]
+    exchanges = [Exchange("127.0.0.1", *HELLO, sealed=sealed) for _ in range(count)]
     run_all(
         *(
             lambda e=each, there=exchanges[(i + 1) % count].endpoint: e.connect(there, SECONDS_MAX)
@@ -40,9 +41,9 @@ def run_all(*acts: Callable[[], object]) -> None:
         assert not thread.is_alive(), "a neighbour waits for ever"
 
 
-@pytest.fixture
-def two() -> Iterator[list[Exchange]]:
-    exchanges = ring(2)
+@pytest.fixture(params=[False, True], ids=["open", "sealed"])
+def two(request: pytest.FixtureRequest) -> Iterator[list[Exchange]]:
+    exchanges = ring(2, sealed=request.param)
     yield exchanges
     for each in exchanges:
         each.close()
@@ -67,9 +68,10 @@ def test_frames_arrive_whole_and_in_order(two: list[Exchange]):
         assert (number, bytes(payload)) == (boundary, b"x" * boundary)
 
 
-def test_a_full_ring_does_not_stand_still():
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_full_ring_does_not_stand_still(sealed: bool):
     """Nobody can send all of its frame before it takes: everybody's socket is full."""
-    exchanges = ring(3)
+    exchanges = ring(3, sealed=sealed)
     payload = bytes(range(256)) * 65536  # 16 MiB
     taken: dict[int, bytes] = {}
 
@@ -139,7 +141,7 @@ def test_a_stranger_is_not_let_in():
     one, other = Exchange("127.0.0.1", *HELLO), Exchange("127.0.0.1", *HELLO)
     where = one.endpoint
     with socket.create_connection((where.host, where.port)) as stranger:
-        stranger.sendall(b"s" * 32)
+        stranger.sendall(b"\x00\x20" + b"s" * 32)
         silent = socket.create_connection((where.host, where.port))
         run_all(
             lambda: one.connect(other.endpoint, SECONDS_MAX),
@@ -151,6 +153,72 @@ def test_a_stranger_is_not_let_in():
         silent.close()
     one.close()
     other.close()
+
+
+class Overheard:
+    """A wire between two exchanges, and somebody who listens on it."""
+
+    def __init__(self, there: Endpoint) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = Endpoint("127.0.0.1", self.server.getsockname()[1])
+        self.heard = bytearray()
+        self._sockets = [self.server]
+        threading.Thread(target=self._listen, args=(there,), daemon=True).start()
+
+    def _listen(self, there: Endpoint) -> None:
+        near = self.server.accept()[0]
+        far = socket.create_connection((there.host, there.port))
+        self._sockets += [near, far]
+        for one, other in ((near, far), (far, near)):
+            threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                self.heard += data
+                other.sendall(data)
+
+    def close(self) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_who_overhears_learns_no_secret_and_with_sealing_no_state(sealed: bool):
+    one, other = (Exchange("127.0.0.1", *HELLO, sealed=sealed) for _ in range(2))
+    wire = Overheard(other.endpoint)
+    run_all(
+        lambda: one.connect(wire.endpoint, SECONDS_MAX),
+        lambda: other.connect(one.endpoint, SECONDS_MAX),
+    )
+    one.send(7, b"private state of one rank")
+    number, payload = other.take()
+    assert (number, bytes(payload)) == (7, b"private state of one rank")
+    assert HELLO[0] not in wire.heard
+    assert (b"private" in wire.heard) != sealed
+    for each in (one, other, wire):
+        each.close()
+
+
+def test_a_listener_that_does_not_know_the_secret_gets_nothing():
+    """Neither by saying nothing of its own, nor by giving back what it heard."""
+    with socket.create_server(("127.0.0.1", 0)) as posing:
+        where = Endpoint("127.0.0.1", posing.getsockname()[1])
+        mine = Exchange("127.0.0.1", *HELLO)
+        found: list[BaseException] = []
+        connecting = threading.Thread(
+            target=raised_by(lambda: mine.connect(where, SECONDS_MAX), found), daemon=True
+        )
+        connecting.start()
+        with posing.accept()[0] as heard:
+            word = heard.recv(100)
+            assert len(word) == 34
+            heard.sendall(b"\x00\x40" + word[2:] + word[2:])
+            connecting.join(SECONDS_MAX)
+        assert "secret" in str(found[0])
+        mine.close()
 
 
 def test_connecting_to_nobody_or_after_an_end_is_a_broken_group():

@@ -110,6 +110,7 @@ def _of_any(around: Surroundings, slot: int) -> dict[str, str]:
         "KEEPSTEP_STATE_DIR": spec.state_directory,
         "KEEPSTEP_LEVEL": str(spec.standby_level),
         "KEEPSTEP_MODE": spec.policy.mode.value,
+        "KEEPSTEP_ENCRYPT": "1" if spec.policy.encrypt_state else "",
     }
 
 

@@ -63,7 +63,7 @@ def rescue(keeper: Keeper, save: wire.Save) -> None:
     # By name, because an order's keys arrive sorted.
     if save.writers and save.writers[min(save.writers)] == place.rank:
         for home in save.homes:
-            payload_of, why = fetch_from(place.room, home, place.job, save.boundary, keeper.secret)
+            payload_of, why = fetch_from(place, home, save.boundary, keeper.secret)
             if payload_of is None:
                 raise NoHome(f"no private state of rank {home.rank} at {save.boundary}: {why}")
             _write_entry(path, int(home.rank), payload_of)

@@ -24,6 +24,7 @@ from keepstep.training.holders import local_of
 from keepstep.training.kept import CAPSULE_STEPS, Kept, Sizes, without_piece
 from keepstep.training.mirror import CONNECT_SECONDS_MAX, hello
 from keepstep.training.raw import bytes_tensor, size_bytes, tensor_view
+from keepstep.training.sealed_side import side_of
 from keepstep.training.side import exchange_rows, receive_json, send_json
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Covering:
             return
         said = hello(keeper.secret, generation, place.rank, mirror, "cover")
         expected = hello(keeper.secret, generation, ward, place.rank, "cover")
-        exchange = self._exchange = Exchange(place.address, said, expected)
+        exchange = self._exchange = Exchange(place.address, said, expected, sealed=place.encrypt)
         rows = exchange_rows(keeper.groups, self._row(exchange, boundary))
         exchange.connect(Endpoint(*rows[mirror]["at"]), CONNECT_SECONDS_MAX)
         self._hand_over(boundary, rows[mirror], rows[place.rank])
@@ -257,7 +258,7 @@ class Covering:
     def send(self, move: Move, boundary: int, header: dict[str, Any]) -> None:
         """Capsule and records to the rank that takes the seat."""
         pieces = self.pieces(move.portion, boundary)
-        side, target = self._keeper.groups.side, int(move.target)
+        side, target = side_of(self._keeper), int(move.target)
         send_json(side, {**header, "sizes": [len(piece) for piece in pieces]}, target)
         for piece in pieces:
             _send_bytes(side, piece, target)
@@ -279,7 +280,7 @@ class _Ward:
 
 def rebuild(keeper: Keeper, move: Move) -> dict[str, Any]:
     """The target's side. Returns what the source told beside it."""
-    side, source = keeper.groups.side, int(move.sources[0])
+    side, source = side_of(keeper), int(move.sources[0])
     header = receive_json(side, source)
     keeper.adopt_header(header)
     keeper.tear()

@@ -4,8 +4,10 @@ For: small state that must be at a neighbour before a step counts. A message is 
 system call and lies in the receiver's socket until its training thread asks for it. Gloo would wake
 four threads per message for its handshake, in the middle of everybody's backward pass.
 
-    rank r    connect -> r+k's listener, prove the generation's secret;   send(frame)
-    rank r+k  accept                                                      take() -> frame
+    rank r    connect -> r+k's listener, both prove the generation's secret;   send(frame)
+    rank r+k  accept                                                           take() -> frame
+
+With `sealed` everything after the proofs is encrypted too (keepstep/sealed.py).
 
 What does not fit into the socket leaves while this rank waits for its neighbour's message, and
 after that on a thread: nobody's message may depend on when another rank comes back to its own.
@@ -17,7 +19,6 @@ Must never: hold a collective back for the neighbour's reading; close a socket f
 from __future__ import annotations
 
 import contextlib
-import hmac
 import itertools
 import select
 import socket
@@ -29,12 +30,12 @@ from collections.abc import Callable
 from typing import Any
 
 from keepstep.model import Endpoint
+from keepstep.sealed import Challenge, Greeting, NotSealed, Seal, sealed_bytes
 from keepstep.training.errand import Errand
 from keepstep.training.inner import GroupsBroken
+from keepstep.training.meeting import Met, meet
 
 _FRAME = struct.Struct("<qq")
-HELLO_BYTES = 32
-_HELLO_SECONDS_MAX = 1.0
 _LOOK_SECONDS = 1.0
 _PARTS_MAX = 256
 """Of a frame, handed to the kernel at once; it takes 1,024."""
@@ -46,10 +47,12 @@ Room = Callable[[int, int], memoryview]
 class Exchange:
     """Connected to two neighbours: what is sent goes to one, what is taken comes from the other."""
 
-    def __init__(self, address: str, said: bytes, expected: bytes) -> None:
-        """Listens at once. Whom I connect to hears `said`; who connects to me says `expected`."""
-        assert len(said) == len(expected) == HELLO_BYTES, "fixed, so that a hello is read whole"
-        self._said, self._expected = said, expected
+    def __init__(self, address: str, said: bytes, expected: bytes, *, sealed: bool = False) -> None:
+        """Listens at once. I and whom I connect to know `said`, I and who connects to me know
+        `expected`; neither is ever sent."""
+        self._said, self._expected, self._sealed = said, expected, sealed
+        self._seal_out: Seal | None = None
+        self._seal_in: Seal | None = None
         self._lock = threading.Lock()
         self._cancelled = False
         try:
@@ -81,11 +84,13 @@ class Exchange:
             out.connect(where)
             self._check()
             out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            out.sendall(self._said)
-            self._in = self._accept(deadline)
-            out.setblocking(False)
-            self._out = out
-        except OSError as error:
+            there = Met(out, self._greeting(self._said, opens=True), opens=True)
+            here = meet(there, self._listener, self._welcome, self._leave, deadline)
+            self._check()
+            if isinstance(there.greeting, Seal) and isinstance(here.greeting, Seal):
+                self._seal_out, self._seal_in = there.greeting, here.greeting
+            self._in, self._out = here.socket, out
+        except (OSError, NotSealed) as error:
             raise GroupsBroken(f"no connection with a neighbour: {error}") from error
 
     def send(self, boundary: int, *parts: bytes | memoryview) -> None:
@@ -95,16 +100,18 @@ class Exchange:
         """
         self.flush()
         head = _FRAME.pack(boundary, sum(map(len, parts)))
+        if self._seal_out is not None:
+            head, parts = self._seal_out.seal(head), (self._seal_out.seal(b"".join(parts)),)
         self._left = deque(memoryview(part) for part in (head, *parts) if len(part))
         self._push()
 
     def take(self, room: Room | None = None) -> tuple[int, memoryview]:
         """The neighbour's next frame; waits for it. It lands in the `room` for its boundary and
         length, or else in a buffer that the next take uses again."""
-        boundary, length = _FRAME.unpack(self._read(memoryview(self._buffer)[: _FRAME.size]))
+        boundary, length = _FRAME.unpack(self._opened(memoryview(self._buffer)[: _FRAME.size]))
         if room is None and length > len(self._buffer):
             self._buffer = bytearray(length)
-        frame = self._read(
+        frame = self._opened(
             memoryview(self._buffer)[:length] if room is None else room(boundary, length)
         )
         if self._left and self._pusher is None:
@@ -152,19 +159,30 @@ class Exchange:
         if self._cancelled:
             raise GroupsBroken("the exchange was given up while it was being connected")
 
-    def _accept(self, deadline: float) -> socket.socket:
-        while True:
-            self._listener.settimeout(max(0.001, deadline - time.monotonic()))
-            peer = self._own(self._listener.accept()[0])
-            peer.settimeout(_HELLO_SECONDS_MAX)
-            if hmac.compare_digest(_heard(peer), self._expected):
-                peer.setblocking(False)
-                return peer
-            # A stranger, or a rank of another generation.
-            with self._lock:
-                self._sockets.remove(peer)
-                peer.close()
-            self._check()
+    def _greeting(self, key: bytes, *, opens: bool) -> Greeting:
+        if self._sealed:
+            return Seal(key.hex(), "exchange", opens=opens)
+        return Challenge(key, opens=opens)
+
+    def _welcome(self, peer: socket.socket) -> Met:
+        return Met(self._own(peer), self._greeting(self._expected, opens=False), opens=False)
+
+    def _leave(self, peer: socket.socket) -> None:
+        with self._lock:
+            self._sockets.remove(peer)
+            peer.close()
+        self._check()
+
+    def _opened(self, view: memoryview) -> memoryview:
+        """Fill it with what the neighbour sent, unsealed."""
+        if self._seal_in is None:
+            return self._read(view)
+        sealed = self._read(memoryview(bytearray(sealed_bytes(len(view)))))
+        try:
+            self._seal_in.open(sealed, view)
+        except NotSealed as error:
+            raise GroupsBroken(f"the neighbour whose entries I keep: {error}") from error
+        return view
 
     def _push_all(self) -> None:
         while not self._push():
@@ -215,15 +233,6 @@ class Exchange:
         while not poll.poll(1000 * _LOOK_SECONDS):
             self._check()
         self._push()
-
-
-def _heard(peer: socket.socket) -> bytes:
-    """What a new peer says first; less than a hello if it says too little, too late."""
-    said = b""
-    with contextlib.suppress(OSError):
-        while len(said) < HELLO_BYTES and (piece := peer.recv(HELLO_BYTES - len(said))):
-            said += piece
-    return said
 
 
 def _resolve(endpoint: Endpoint) -> tuple[socket.AddressFamily, tuple[Any, ...]]:

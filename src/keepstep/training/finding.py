@@ -115,7 +115,7 @@ class Foresight:
 
     def _run(self, place: Place, home: wire.Home, cursor: Cursor) -> None:
         try:
-            payload, _ = fetch_from(place.room, home, place.job, NEWEST, place.secret)
+            payload, _ = fetch_from(place, home, NEWEST, place.secret)
             if payload is None:
                 return
             position = decode_entry(payload).loader
@@ -172,7 +172,7 @@ def _find_private(keeper: Keeper, reform: wire.Reform) -> bytes:
     nowhere = wire.Home(Rank(place.rank), ())
     home = next((h for h in reform.homes if h.rank == place.rank), nowhere)
     secret = reform.membership.secret
-    payload, why = fetch_from(place.room, home, place.job, reform.boundary, secret)
+    payload, why = fetch_from(place, home, reform.boundary, secret)
     if payload is None:
         raise NoHome(f"no private state of rank {place.rank} at {reform.boundary}: {why}")
     return payload

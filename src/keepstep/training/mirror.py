@@ -12,9 +12,7 @@ homes.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,9 @@ from typing import Any
 import torch
 
 from keepstep import wire
-from keepstep.errors import WireError
 from keepstep.model import Endpoint, JobId, Rank
 from keepstep.page import Ring, find_entry, mirror_path
+from keepstep.training.asking import ask
 from keepstep.training.exchange import Exchange
 from keepstep.training.raw import bytes_tensor, tensor_bytes
 from keepstep.training.seat import Place
@@ -32,7 +30,6 @@ from keepstep.training.seat import Place
 _TAG = 11
 _ENDPOINT_BYTES = 64
 CONNECT_SECONDS_MAX = 10.0
-FETCH_SECONDS_MAX = 5.0
 
 
 def payload_bytes_max(longest: int) -> int:
@@ -55,7 +52,7 @@ class Mirror:
         if stride % place.world_size != 0:
             said = hello(secret, generation, place.rank, self._to, "entry")
             expected = hello(secret, generation, self._from, place.rank, "entry")
-            self._exchange = Exchange(place.address, said, expected)
+            self._exchange = Exchange(place.address, said, expected, sealed=place.encrypt)
 
     def open(self, side: Any, capacity: int) -> None:
         """Connect, and make room for entries; all ranks call this with the same capacity."""
@@ -129,7 +126,7 @@ def _endpoint_of(told: torch.Tensor) -> Endpoint:
 
 
 def fetch_entry(
-    room: Path, endpoints: Sequence[Endpoint], question: wire.FetchEntry
+    room: Path, endpoints: Sequence[Endpoint], question: wire.FetchEntry, *, sealed: bool = False
 ) -> tuple[bytes | None, str]:
     """A rank's private state at a boundary: from this node's memory, else from its homes."""
     payload = find_entry(room, question.rank, question.boundary)
@@ -137,7 +134,7 @@ def fetch_entry(
         return payload, "this node"
     reasons = []
     for endpoint in endpoints:
-        payload, why = _ask(endpoint, question)
+        payload, why = ask(endpoint, question, sealed=sealed)
         if payload is not None:
             return payload, f"{endpoint.host}:{endpoint.port}"
         reasons.append(f"{endpoint.host}:{endpoint.port}: {why}")
@@ -145,12 +142,13 @@ def fetch_entry(
 
 
 def fetch_from(
-    room: Path, home: wire.Home, job: JobId, boundary: int, secret: str
+    place: Place, home: wire.Home, boundary: int, secret: str
 ) -> tuple[bytes | None, str]:
     """A rank's private state from its homes, asked with each secret that they may know."""
     payload, why = None, "no home is left to ask"
     for known in dict.fromkeys((*home.secrets, secret)):
-        payload, why = fetch_entry(room, home.endpoints, question(job, home.rank, boundary, known))
+        asked = question(place.job, home.rank, boundary, known)
+        payload, why = fetch_entry(place.room, home.endpoints, asked, sealed=place.encrypt)
         if payload is not None:
             break
     return payload, why
@@ -158,21 +156,3 @@ def fetch_from(
 
 def question(job: JobId, rank: int, boundary: int, secret: str) -> wire.FetchEntry:
     return wire.FetchEntry(job, Rank(rank), boundary, secret)
-
-
-def _ask(endpoint: Endpoint, question: wire.FetchEntry) -> tuple[bytes | None, str]:
-    decoder = wire.Decoder()
-    try:
-        with socket.create_connection((endpoint.host, endpoint.port), FETCH_SECONDS_MAX) as peer:
-            peer.sendall(wire.encode(question))
-            while True:
-                data = peer.recv(1 << 20)
-                if not data:
-                    return None, "the peer closed without an answer"
-                for answer in decoder.feed(data):
-                    if isinstance(answer, wire.Entry):
-                        if not answer.found:
-                            return None, answer.why
-                        return base64.b64decode(answer.payload), ""
-    except (OSError, WireError) as error:
-        return None, str(error)

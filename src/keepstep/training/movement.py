@@ -28,6 +28,7 @@ from keepstep.training.groups import Groups, GroupsBroken, decode_log, encode_lo
 from keepstep.training.holders import Holders, View, agree
 from keepstep.training.raw import size_bytes, tensor_bytes
 from keepstep.training.registry import Registry
+from keepstep.training.sealed_side import side_of
 from keepstep.training.side import exchange_rows, receive_json, send_json
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _rebuild(keeper: Keeper, move: Move) -> dict[str, str]:
 
 
 def _send(keeper: Keeper, move: Move, boundary: int) -> None:
-    registry, side = keeper.registry, keeper.groups.side
+    registry, side = keeper.registry, side_of(keeper)
     if move.rebuilt:
         assert keeper.covering is not None, "who says that it covers a portion has a cover"
         keeper.covering.send(move, boundary, _header(keeper))
@@ -134,7 +135,7 @@ def _send(keeper: Keeper, move: Move, boundary: int) -> None:
 
 
 def _receive(keeper: Keeper, move: Move) -> _Landed:
-    registry, side = keeper.registry, keeper.groups.side
+    registry, side = keeper.registry, side_of(keeper)
     header = receive_json(side, int(move.sources[0]))
     keeper.adopt_header(header)
     registry.conform([(n, d, s, c) for n, d, s, c in header["layout"]], move.portion)

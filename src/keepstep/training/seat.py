@@ -48,6 +48,8 @@ class Place:
     """Compare state for corruption every so many steps; 0: never."""
     observed: bool = False
     """Mode observe: nobody will come to help, so a broken collective is an error like any other."""
+    encrypt: bool = False
+    """State that leaves this worker for another one is sealed."""
     home: wire.Home | None = None
     """Of a joiner: where the private state of its seat may be found."""
     forms: bool = False
@@ -82,6 +84,7 @@ def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
         resume_from=env.get("KEEPSTEP_RESUME_FROM", ""),
         check_steps=int(env.get("KEEPSTEP_CHECK_STEPS") or 0),
         observed=env.get("KEEPSTEP_MODE", "") == Mode.OBSERVE,
+        encrypt=env.get("KEEPSTEP_ENCRYPT", "") == "1",
         home=codec.from_plain(wire.Home, codec.loads(home)) if home else None,
         forms=env.get("KEEPSTEP_FORMS", "") == "1",
     )

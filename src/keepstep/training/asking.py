@@ -1,0 +1,69 @@
+"""One question to another node's peer port, and its answer: in the clear, or sealed.
+
+In the clear the question carries the generation's secret. Sealed (keepstep/sealed.py), the secret
+is proved and not said, and nobody on the way reads the answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+
+from keepstep import wire
+from keepstep.errors import WireError
+from keepstep.model import Endpoint
+from keepstep.sealed import NotSealed, Seal, secret_id
+
+FETCH_SECONDS_MAX = 5.0
+
+
+def ask(endpoint: Endpoint, question: wire.FetchEntry, *, sealed: bool) -> tuple[bytes | None, str]:
+    """The entry; or None, and why not."""
+    try:
+        with socket.create_connection((endpoint.host, endpoint.port), FETCH_SECONDS_MAX) as peer:
+            line = _Line(peer)
+            answer = _sealed(line, question) if sealed else line.ask(question)
+            if not isinstance(answer, wire.Entry):
+                return None, f"an answer of the kind {type(answer).__name__}"
+            if not answer.found:
+                return None, answer.why
+            return base64.b64decode(answer.payload), ""
+    except (OSError, WireError, NotSealed, ValueError) as error:
+        return None, str(error)
+
+
+class _Line:
+    """Messages one after another, each with an answer."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer, self._decoder = peer, wire.Decoder()
+
+    def ask(self, message: wire.Message) -> wire.Message:
+        self._peer.sendall(wire.encode(message))
+        while True:
+            data = self._peer.recv(1 << 20)
+            if not data:
+                raise WireError("the peer closed without an answer")
+            for answer in self._decoder.feed(data):
+                return answer
+
+    def word(self, message: wire.Greet | wire.Word) -> bytes:
+        answer = self.ask(message)
+        if not isinstance(answer, wire.Word):
+            raise WireError(f"a {type(answer).__name__} in place of a word")
+        return base64.b64decode(answer.word)
+
+
+def _sealed(line: _Line, question: wire.FetchEntry) -> wire.Message:
+    seal = Seal(question.secret, "entry", opens=True)
+    greet = wire.Greet(question.job, secret_id(question.secret), _text(seal.shake(b"")))
+    heard = line.word(greet)
+    while not seal.ready:
+        heard = line.word(wire.Word(_text(seal.shake(heard))))
+    # Inside, the secret is proved already.
+    asked = seal.seal(wire.encode(question)[4:])
+    return wire.decode(seal.opened(line.word(wire.Word(_text(asked)))))
+
+
+def _text(word: bytes) -> str:
+    return base64.b64encode(word).decode()
