@@ -84,12 +84,12 @@ class Exchange:
             out.connect(where)
             self._check()
             out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            there = Met(out, self._greeting(self._said, opens=True), opens=True)
-            here = meet(there, self._listener, self._welcome, self._leave, deadline)
+            mine = Met(out, self._greeting(self._said, opens=True), opens=True)
+            theirs = meet(mine, self._listener, self._welcome, self._leave, deadline)
             self._check()
-            if isinstance(there.greeting, Seal) and isinstance(here.greeting, Seal):
-                self._seal_out, self._seal_in = there.greeting, here.greeting
-            self._in, self._out = here.socket, out
+            if isinstance(mine.greeting, Seal) and isinstance(theirs.greeting, Seal):
+                self._seal_out, self._seal_in = mine.greeting, theirs.greeting
+            self._in, self._out = theirs.socket, out
         except (OSError, NotSealed) as error:
             raise GroupsBroken(f"no connection with a neighbour: {error}") from error
 

@@ -22,13 +22,12 @@ import torch.distributed as dist
 
 from keepstep import sabotage, wire
 from keepstep.model import Move
-from keepstep.training import covering, transport
+from keepstep.training import covering, sealed_side, transport
 from keepstep.training.digest import digest
 from keepstep.training.groups import Groups, GroupsBroken, decode_log, encode_log, merge_logs
 from keepstep.training.holders import Holders, View, agree
 from keepstep.training.raw import size_bytes, tensor_bytes
 from keepstep.training.registry import Registry
-from keepstep.training.sealed_side import side_of
 from keepstep.training.side import exchange_rows, receive_json, send_json
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ def move_state(keeper: Keeper, reform: wire.Reform, check: Check) -> dict[str, s
     """This rank's part in all moves. Returns the digests of what it received, by name."""
     received: dict[str, str] = {}
     keeper.moved = (0, 0.0)
+    sealed_side.begin(keeper, reform.membership.secret)
     waves = sorted({move.wave for move in reform.moves})
     for wave in waves:
         beside: list[_Landed] = []
@@ -122,7 +122,7 @@ def _rebuild(keeper: Keeper, move: Move) -> dict[str, str]:
 
 
 def _send(keeper: Keeper, move: Move, boundary: int) -> None:
-    registry, side = keeper.registry, side_of(keeper)
+    registry, side = keeper.registry, sealed_side.side_of(keeper)
     if move.rebuilt:
         assert keeper.covering is not None, "who says that it covers a portion has a cover"
         keeper.covering.send(move, boundary, _header(keeper))
@@ -135,7 +135,7 @@ def _send(keeper: Keeper, move: Move, boundary: int) -> None:
 
 
 def _receive(keeper: Keeper, move: Move) -> _Landed:
-    registry, side = keeper.registry, side_of(keeper)
+    registry, side = keeper.registry, sealed_side.side_of(keeper)
     header = receive_json(side, int(move.sources[0]))
     keeper.adopt_header(header)
     registry.conform([(n, d, s, c) for n, d, s, c in header["layout"]], move.portion)

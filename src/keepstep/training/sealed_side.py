@@ -110,12 +110,13 @@ class _Received:
 _KNOWN: WeakKeyDictionary[Any, SealedSide] = WeakKeyDictionary()
 
 
+def begin(keeper: Keeper, secret: str) -> None:
+    """The moves of a generation begin; whoever has its secret takes part. A rank takes the secret
+    for its own only once it is verified, so it is given here."""
+    if keeper.place.encrypt:
+        _KNOWN[keeper] = SealedSide(keeper.groups.side, keeper.place.rank, secret)
+
+
 def side_of(keeper: Keeper) -> Any:
     """What state of this job moves over in this generation."""
-    side = keeper.groups.side
-    if not keeper.place.encrypt:
-        return side
-    known = _KNOWN.get(keeper)
-    if known is None or known._side is not side:
-        known = _KNOWN[keeper] = SealedSide(side, keeper.place.rank, keeper.secret)
-    return known
+    return _KNOWN[keeper] if keeper.place.encrypt else keeper.groups.side
