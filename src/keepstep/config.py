@@ -105,10 +105,13 @@ class OrchestratorConfig:
     alerts_file: str = ""
     """Which alerts of Alertmanager mean which taints: a TOML file, read and checked at the start;
     see docs/examples/alerts.toml. Without one no alert means anything here."""
+    log_format: str = "text"
+    """text: a line for people. json: one object per line, for a collector of logs."""
 
     def __post_init__(self) -> None:
         need(self.tls_certificates in ("agents", "all"), "tls_certificates: agents or all")
         need(self.journal_synchronous in ("full", "normal"), "journal_synchronous: full or normal")
+        need(self.log_format in ("text", "json"), "log_format: text or json")
         ordered(self, "tick_busy_seconds", "tick_seconds")
         ordered(self, "late_seconds_max", "silent_seconds_max")
         need(
@@ -165,9 +168,15 @@ class AgentSettings:
     tls_directory: str = ""
     """Where this node's tls.crt, tls.key and ca.crt are, for orchestrators at https://; else
     $KEEPSTEP_TLS_DIRECTORY. Renewed files are taken at the next connect."""
+    metrics_listen: str = ""
+    """HOST:PORT where this agent answers GET /metrics, for Prometheus; empty: nowhere. A port alone
+    is of this machine only. It asks for no token: it tells numbers, and the node's name."""
+    log_format: str = "text"
+    """text: a line for people. json: one object per line, for a collector of logs."""
 
     def __post_init__(self) -> None:
         positive(self)
+        need(self.log_format in ("text", "json"), "log_format: text or json")
         self.health_command()
 
     def health_command(self) -> tuple[str, ...]:

@@ -173,7 +173,7 @@ def spec(**more: object) -> JobSpec:
 
 def steady(picture: dict[str, object]) -> str:
     """What must survive a restart, as text: all but the clock, the term and the streams."""
-    moving = ("now", "term", "connected", "pulses")
+    moving = ("now", "term", "connected", "pulses", "paces")
     kept = {key: value for key, value in picture.items() if key not in moving}
     return json.dumps(without_links(kept), sort_keys=True)
 

@@ -65,7 +65,7 @@ def node(name: str, **more: Any) -> dict[str, Any]:
 
 def picture(**more: Any) -> dict[str, Any]:
     nodes = {name: node(name) for name in ("n0", "n1", "n2")}
-    pulse = {"job": "train", "generation": 3, "step": 42, "committed": 41, "step_seconds": 0.2}
+    pace = {"step": 41, "step_seconds": 0.2, "busy": "eval"}
     return {
         "term": 2,
         "now": 100.0,
@@ -74,7 +74,7 @@ def picture(**more: Any) -> dict[str, Any]:
         "nodes": nodes,
         "incidents": [],
         "connected": ["n0", "n1", "n2"],
-        "pulses": [{"node": "n0", "jobs": [{**pulse, "busy": "eval"}]}],
+        "paces": dict.fromkeys(more.get("jobs", ["train"]), pace),
         **more,
     }
 
@@ -122,17 +122,6 @@ def test_taints_are_listed_with_what_is_left_of_their_time():
     assert "2 h" in line
     assert line.endswith("dcgm    XID 79")
     assert view.taint_lines(picture(taints=[])) == ["no taints: every place may be used"]
-
-
-def test_heartbeats_of_an_older_generation_are_not_believed():
-    old = picture(jobs={"train": job(generation=4)})
-    assert "step 10" in "\n".join(view.status_lines(old))
-    moving = {"kind": "planned", "phase": "quiesce", "began_at": 98.0}
-    moved = picture(jobs={"train": job(generation=4, migration=moving)})
-    assert "step 41" in "\n".join(view.status_lines(moved)), "no step is lost while ranks move"
-    anew = {**moving, "kind": "start", "phase": "resume"}
-    again = picture(jobs={"train": job(generation=4, migration=anew)})
-    assert "step 10" in "\n".join(view.status_lines(again))
 
 
 def test_seats_are_shown_on_their_nodes_with_moved_ranks_marked():

@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep.agent import log
+from keepstep import logs
 from keepstep.agent.room import clear
 from keepstep.agent.run import AgentConfig, run
 from keepstep.agent.stream import is_secure, parse_endpoints
@@ -25,9 +25,9 @@ from keepstep.model import NodeId
 
 
 def main() -> int:
-    log.configure()
     try:
         config = parse(sys.argv[1:], dict(os.environ))
+        logs.configure(config.settings.log_format)
     except ConfigError as error:
         return _wrong(error)
     try:
@@ -69,10 +69,13 @@ def parse(arguments: list[str], environment: dict[str, str]) -> AgentConfig:
     parser.add_argument("--no-store", action="store_true", help="host no rendezvous store")
     parser.add_argument("--config", type=Path, metavar="TOML", help="settings: section [agent]")
     parser.add_argument("--health-program", metavar="COMMAND", help="says whether the node is well")
+    parser.add_argument("--metrics-listen", metavar="HOST:PORT", help="answer GET /metrics there")
+    parser.add_argument("--log-format", choices=logs.FORMATS, help="json: an object per line")
     told = parser.parse_args(arguments)
     settings = load(AgentSettings, told.config, environment)
-    if told.health_program is not None:
-        settings = replace(settings, health_program=told.health_program)
+    asked = ("health_program", "metrics_listen", "log_format")
+    given = {name: getattr(told, name) for name in asked if getattr(told, name) is not None}
+    settings = replace(settings, **given)
     secure = is_secure(told.orchestrator)
     directory = settings.tls_directory or environment.get("KEEPSTEP_TLS_DIRECTORY", "")
     if secure and not directory:

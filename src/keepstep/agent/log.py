@@ -2,7 +2,8 @@
 
     agent.joined node=n1 term=3
 
-A thin layer over the standard library's logging, which is configured by the process's main alone.
+A thin layer over keepstep.logs, which is configured by the process's main alone; as json if the
+settings say so.
 """
 
 from __future__ import annotations
@@ -10,27 +11,24 @@ from __future__ import annotations
 import json
 import logging
 
-_LOGGER = logging.getLogger("keepstep.agent")
+from keepstep import logs
+
+_NAME = "keepstep.agent"
 
 
 def info(event: str, **facts: object) -> None:
     """Something that was meant to happen."""
-    _LOGGER.info("%s", _line(event, facts))
+    logs.tell(_NAME, logging.INFO, event, _line(event, facts), facts)
 
 
 def warning(event: str, **facts: object) -> None:
     """Something that an operator may want to know."""
-    _LOGGER.warning("%s", _line(event, facts))
+    logs.tell(_NAME, logging.WARNING, event, _line(event, facts), facts)
 
 
 def error(event: str, **facts: object) -> None:
     """Something that should not have happened."""
-    _LOGGER.error("%s", _line(event, facts))
-
-
-def configure(level: int = logging.INFO) -> None:
-    """Called once, by a process's main."""
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
+    logs.tell(_NAME, logging.ERROR, event, _line(event, facts), facts)
 
 
 def _line(event: str, facts: dict[str, object]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep import wire
-from keepstep.agent import log
+from keepstep.agent import log, metrics
 from keepstep.agent.environment import interface_of
 from keepstep.agent.forks import Forks, preload_modules
 from keepstep.agent.health import Health
@@ -137,7 +137,20 @@ class Agent:
             loops.create_task(self.probes.run())
             if self.health is not None:
                 loops.create_task(self.health.run())
+            if self.config.settings.metrics_listen:
+                loops.create_task(metrics.serve(self.config.settings.metrics_listen, self._facts))
             loops.create_task(self.stream.run())
+
+    def _facts(self) -> metrics.Facts:
+        standing = self.health.standing(asyncio.get_running_loop().time()) if self.health else []
+        said = [word.severity for word in standing if isinstance(word, wire.Health)]
+        return metrics.Facts(
+            self.config,
+            self.stream.connected,
+            self.room.term,
+            tuple(self.workers),
+            (*said, None)[0],
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -8,32 +8,18 @@ are cut to what is wrong and a count of the rest: a screen has forty lines.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keepstep.cli.fit import COLUMNS, HANG, fit, glued, table
+from keepstep.orchestrator import shown
 
 Plain = Mapping[str, Any]
 Painter = Callable[[str, str], str]
 """paint(text, tone): tone is good, busy, bad, dim or strong."""
 
 NODES_SHOWN_MAX = 24
-PHASES = ("allocate", "quiesce", "reform", "transfer", "verify", "resume")
-"""The happy path of a migration, as the progress line shows it."""
-PLANNED_PHASES = ("warm", "agree", *PHASES[1:])
 _CODES = {"good": "32", "busy": "33", "bad": "31", "dim": "2", "strong": "1"}
-_STATE_TONES = {
-    "running": "good",
-    "finished": "good",
-    "waiting": "busy",
-    "starting": "busy",
-    "migrating": "busy",
-    "saved": "busy",
-    "held": "bad",
-    "parked": "busy",
-    "failed": "bad",
-    "stopped": "dim",
-}
 
 
 def plain(text: str, tone: str) -> str:
@@ -77,7 +63,7 @@ def job_lines(
     state = str(job["state"])
     parts = [
         paint(str(job["id"]), "strong"),
-        paint(state.upper(), _STATE_TONES.get(state, "dim")),
+        paint(state.upper(), shown.STATE_TONES.get(state, "dim")),
         f"generation {job['generation']}",
         _pace(job, picture),
         f"spares {job['spares']['ready']}/{job['spares']['wanted']}",
@@ -123,37 +109,18 @@ def remedy_lines(job: Plain, paint: Painter = plain) -> list[str]:
 
 
 def _pace(job: Plain, picture: Plain) -> str:
-    """The newest step that anybody knows of: heartbeats are ahead of the brain."""
-    moving = job["migration"] or {}
-    # While ranks move, what the old generation has committed stays true; after a restart not.
-    older = bool(moving) and moving["kind"] != "start" and moving["phase"] != "fallback"
-    pulses = job_pulses(job, picture, older=older)
-    known = (int(job["step"]), int(job["published"]["step"]))
-    step = max([*known, *(int(pulse["committed"]) for pulse in pulses)])
-    slowest = max((float(pulse["step_seconds"]) for pulse in pulses), default=0.0)
-    busy = next((str(pulse["busy"]) for pulse in pulses if pulse["busy"]), "")
-    text = f"step {step}" if step >= 0 else "no step yet"
-    if slowest:
-        text += f" ({_seconds(slowest)}/step)"
-    return text + (f" busy: {busy}" if busy else "")
-
-
-def job_pulses(job: Plain, picture: Plain, *, older: bool = False) -> list[Plain]:
-    """What the heartbeats say of a job, one entry per node; `older`: of earlier generations too."""
-    return [
-        pulse
-        for beat in picture["pulses"]
-        for pulse in beat["jobs"]
-        if pulse["job"] == job["id"]
-        and (pulse["generation"] == job["generation"] or (older and pulse["generation"] > 0))
-    ]
+    pace = picture["paces"][job["id"]]
+    text = f"step {pace['step']}" if pace["step"] >= 0 else "no step yet"
+    if pace["step_seconds"]:
+        text += f" ({_seconds(pace['step_seconds'])}/step)"
+    return text + (f" busy: {pace['busy']}" if pace["busy"] else "")
 
 
 def migration_line(migration: Plain, now: float, paint: Painter = plain) -> str:
     """allocate>quiesce>[reform]>…, and for how long already."""
     phase = str(migration["phase"])
     seconds = _seconds(max(0.0, now - float(migration["began_at"])))
-    phases = PLANNED_PHASES if migration["kind"] == "planned" else PHASES
+    phases = shown.phases_of(str(migration["kind"]))
     if phase not in phases:
         return f"{paint(phase.upper(), 'bad')} for {seconds}"
     at = phases.index(phase)
@@ -200,9 +167,7 @@ def _cell(seat: Plain | None, standby: Plain | None, paint: Painter) -> tuple[st
     """One slot, ten characters wide, and its tone."""
     if seat is not None:
         phase = str(seat["phase"])
-        tone = "good" if phase in ("running", "finished") else "busy"
-        if phase in ("empty", "fencing", "held"):
-            tone = "bad"
+        tone = shown.seat_tone(phase)
         # A rank that has moved shows its incarnation: 3'2 is the third worker on rank 3.
         moved = f"'{seat['incarnation']}" if seat["incarnation"] else ""
         return paint(f"{seat['rank']}{moved} {_short(phase)}".ljust(12), tone), tone
@@ -215,13 +180,14 @@ def _cell(seat: Plain | None, standby: Plain | None, paint: Painter) -> tuple[st
 def _node_mark(node: Plain | None, name: str, picture: Plain) -> str:
     if node is None:
         return "unknown"
-    if not node["alive"]:
-        return "left" if node["left"] else "lost"
-    if name not in picture["connected"]:
-        return "agent away"
-    if node["drained"]:
-        return "empty" if node["empty"] else "draining"
-    return "tainted" if node["taint"] else ""
+    return shown.node_mark(
+        alive=node["alive"],
+        left=node["left"],
+        connected=name in picture["connected"],
+        drained=bool(node["drained"]),
+        empty=node["empty"],
+        tainted=bool(node["taint"]),
+    )
 
 
 def _cut(rows: Sequence[tuple[bool, str]]) -> list[str]:
@@ -321,9 +287,7 @@ def _use(use: Plain) -> str:
 def incident_lines(incident: Plain, paint: Painter = plain, columns: int = COLUMNS) -> list[str]:
     """The story of one incident: what was seen, what was decided and why, what the pause was."""
     outcome = str(incident["outcome"])
-    tones = {"resumed": "good", "moved": "good", "parked": "good"}
-    tones |= {"open": "busy", "abandoned": "busy"}
-    tone = tones.get(outcome, "bad")
+    tone = shown.outcome_tone(outcome)
     pause = incident["pause_seconds"]
     lines = [
         f"{paint(str(incident['id']), 'strong')}  job {incident['job']}  {paint(outcome, tone)}"
@@ -333,7 +297,7 @@ def incident_lines(incident: Plain, paint: Painter = plain, columns: int = COLUM
         + (f", boundary {incident['boundary']}" if incident["boundary"] >= 0 else ""),
         "",
         "what was seen",
-        *(f"  {line}" for line in _cause_lines(incident)),
+        *(f"  {line}" for line in shown.cause_lines(incident)),
         "",
         "what was decided, and why",
     ]
@@ -344,29 +308,13 @@ def incident_lines(incident: Plain, paint: Painter = plain, columns: int = COLUM
     return fit(lines, columns)
 
 
-def _cause_lines(incident: Plain) -> Iterable[str]:
-    for cause in incident["causes"]:
-        who = f"rank {cause['rank']}" if cause["rank"] >= 0 else "node"
-        where = f" on {cause['node']}" if cause["node"] else ""
-        code = f", exit code {cause['exit_code']}" if cause["exit_code"] else ""
-        step = f", step {cause['step']}" if cause["step"] >= 0 else ""
-        yield f"{cause['sign']}: {who}{where}{step}{code}"
-        if cause["detail"]:
-            yield f"    {str(cause['detail']).strip().splitlines()[-1][:160]}"
-    if not incident["causes"]:
-        yield "nothing wrong: somebody asked for it"
-    more = incident["causes_count"] - len(incident["causes"])
-    if more > 0:
-        yield f"and {more} more"
-
-
 def pause_lines(incident: Plain, width: int = 40) -> list[str]:
     """Seconds by phase, each with its bar."""
     parts = dict(incident["seconds"])
     total = sum(parts.values())
     if not parts:
         return ["nothing measured yet"]
-    known = [name for name in (*PHASES, "hold", "save", "fallback") if name in parts]
+    known = [name for name in (*shown.PHASES, "hold", "save", "fallback") if name in parts]
     order = known + sorted(parts.keys() - set(known))
     lines = []
     for name in order:

@@ -17,7 +17,7 @@ import ssl
 import sys
 from pathlib import Path
 
-from keepstep import codec, tls
+from keepstep import codec, logs, tls
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig, load
 from keepstep.errors import ConfigError, Deposed, Transient
@@ -38,9 +38,9 @@ EXIT_DEPOSED = 3
 def main(arguments: list[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     _allow_many_files()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         config = load(OrchestratorConfig, asked.config, os.environ)
+        logs.configure(asked.log_format or config.log_format)
         token = _token(asked.token_file)
         mapping = asked.alerts or config.alerts_file
         rules = alerts.load(Path(mapping)) if mapping else {}
@@ -150,7 +150,8 @@ async def _listen(
 def log(event: str, **facts: object) -> None:
     """One line per event: its name, then what is known about it, as JSON."""
     facts = {name: value for name, value in facts.items() if value not in (None, "", [], {})}
-    logging.getLogger("keepstep.orchestrator").info("%s %s", event, codec.dumps(facts).decode())
+    line = f"{event} {codec.dumps(facts).decode()}"
+    logs.tell("keepstep.orchestrator", logging.INFO, event, line, facts)
 
 
 def _allow_many_files() -> None:
@@ -189,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port-file", type=Path, metavar="FILE", help="written once we listen")
     parser.add_argument("--config", type=Path, metavar="TOML")
     parser.add_argument("--alerts", metavar="TOML", help="which alerts mean which taints")
+    parser.add_argument("--log-format", choices=logs.FORMATS, help="json: an object per line")
     return parser
 
 

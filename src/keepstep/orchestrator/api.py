@@ -24,9 +24,13 @@
     GET  /v1/events                server-sent events: each decision and its reason
     GET  /v1/openapi.json          all this for programs; the same as docs/openapi.json
     GET  /healthz                  no token needed
+    GET  /metrics                  everything in numbers, for Prometheus
+    GET  /v1/board                 what the live page shows; the page asks for the token
+    GET  /                         the live page itself, with its files, which hold no data:
+    GET  /page/page.css            GET /page/page.js   GET /page/map.js   GET /page/icon.svg
 
-Everything but /healthz and the agents' stream (whose Hello carries the token) needs
-`Authorization: Bearer <token>`. Errors are {"error": what is wrong, "fix": what to do}.
+Everything but /healthz, the page's files and the agents' stream (whose Hello carries the token)
+needs `Authorization: Bearer <token>`. Errors are {"error": what is wrong, "fix": what to do}.
 
 The POSTs that migrate, drain, undrain, taint, remove, freeze and unfreeze take `"dry_run": true`
 (what would happen is told, and does not) and a header `Idempotency-Key` (the same key again changes
@@ -37,7 +41,6 @@ A new path is one entry of ROUTES, at the end of this file; `make openapi` write
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -57,6 +60,7 @@ from keepstep.model import (
 )
 from keepstep.orchestrator import (
     admission,
+    alerting,
     alerts,
     brain,
     events,
@@ -65,6 +69,7 @@ from keepstep.orchestrator import (
     state,
     telling,
     view,
+    watching,
 )
 from keepstep.orchestrator.access import Gate, Sight
 from keepstep.orchestrator.exporting import exported
@@ -112,6 +117,7 @@ class Api:
         self._rules = rules
         self._log = log
         self._signer = signer
+        self.watching = watching.Watching(orchestrator)
 
     async def handle(self, request: Request) -> Reply:
         served = served_at(ROUTES, request.path)
@@ -307,19 +313,8 @@ class Api:
         given = alerts.read(call.request.json())
         slots = {name: node.slots for name, node in self._orchestrator.cluster.nodes.items()}
         verdicts = alerts.judge(given, self._rules, slots)
-        # All at once: they share one write to the journal.
-        done = await asyncio.gather(*(self._follow_alert(one, call) for one in verdicts))
+        done = await alerting.follow(verdicts, lambda e: self._decide(e, call), self._log)
         return json_response({"alerts": done})
-
-    async def _follow_alert(self, verdict: alerts.Verdict, call: Call) -> dict[str, Any]:
-        told = {"alert": verdict.alert.name, "place": verdict.place or None}
-        told["status"] = "firing" if verdict.alert.firing else "resolved"
-        if verdict.event is None:
-            # Nobody reads the answer to a webhook: whoever wonders looks into our log.
-            self._log("alert.ignored", **told, why=verdict.why)
-            return {**told, "changed": False, "why": verdict.why}
-        decision = await self._decide(verdict.event, call)
-        return {**told, "changed": decision.changed, "why": decision.why}
 
     # ---------------------------------------------------------------- what they share
 
@@ -546,5 +541,6 @@ ROUTES: tuple[Route, ...] = (
         role=WEBHOOK,
         shared=True,
     ),
+    *watching.ROUTES,
 )
 """Everything that is served. The tests hold docs/openapi.json and the text above against it."""

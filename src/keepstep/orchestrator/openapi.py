@@ -21,7 +21,7 @@ from typing import Any
 from keepstep import __version__, codec, wire
 from keepstep.config import explanations
 from keepstep.model import JobSpec, JobState, Mode, Phase, Seat
-from keepstep.orchestrator import alerts, state
+from keepstep.orchestrator import alerts, board, shown, state
 from keepstep.orchestrator.journal import Link
 from keepstep.orchestrator.routes import Field, Route
 
@@ -131,6 +131,8 @@ def _good(route: Route) -> Schema:
         return {"200": {"description": about, "content": {route.answer: {"schema": STRING}}}}
     if route.answer in _answers():
         return {"200": {"description": "Done, or as it is"} | _json(_ref(route.answer))}
+    if "/" in route.answer:
+        return {"200": {"description": "A text", "content": {route.answer: {"schema": STRING}}}}
     return {"101": {"description": f"From here on the connection speaks {route.answer}"}}
 
 
@@ -301,8 +303,10 @@ def _answers() -> dict[str, Schema]:
                 "frozen": _or_null(_record({"why": STRING, "since": NUMBER})),
                 "connected": _list(STRING),
                 "pulses": _list(schema_of(wire.Heartbeat, asked=False)),
+                "paces": _map(schema_of(shown.Pace, asked=False)),
             }
         ),
+        "Board": schema_of(board.Board, asked=False),
         "Jobs": _record({"jobs": _map(_ref("Job"))}),
         "Nodes": _record({"nodes": _map(_ref("Node"))}),
         "Incidents": _record({"incidents": _list(_ref("Incident"))}),

@@ -80,6 +80,8 @@ class Orchestrator:
         self._boots: dict[NodeId, str] = {}
         """What the agents of those streams call themselves besides their nodes' names."""
         self._alive = Liveness()
+        # For whoever shows them: who is here, and what they said last.
+        self.connected, self.heartbeats = self._streams.keys(), self._alive.heartbeats.values()
         self._batch: deque[Waiting] = deque()
         """Events taken from the inbox and not stepped yet."""
         self._steps: list[Stepped] = []
@@ -146,10 +148,8 @@ class Orchestrator:
 
     def picture(self) -> dict[str, Any]:
         """The cluster for people: the brain's own view, and what only heartbeats know."""
-        plain = view.describe(self.cluster, self.now())
-        plain["term"] = self.term
-        plain["now"] = self.now()
-        plain["connected"] = sorted(self._streams)
+        plain = view.describe(self.cluster, self.now(), self._alive.heartbeats.values())
+        plain |= {"term": self.term, "now": self.now(), "connected": sorted(self._streams)}
         plain["pulses"] = [codec.to_plain(beat) for beat in self._alive.heartbeats.values()]
         return plain
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.model import JobId, Phase, Rank
-from keepstep.orchestrator import homes, portions, remedies
+from keepstep.orchestrator import homes, portions, remedies, shown
 from keepstep.orchestrator.state import (
     Cluster,
     Incident,
@@ -21,10 +21,14 @@ from keepstep.orchestrator.state import (
     natural,
     slot_key,
 )
+from keepstep.wire import Heartbeat
 
 
-def describe(cluster: Cluster, now: float = 0.0) -> dict[str, Any]:
+def describe(
+    cluster: Cluster, now: float = 0.0, heartbeats: Iterable[Heartbeat] = ()
+) -> dict[str, Any]:
     """Everything: jobs and nodes by name, incidents oldest first (open ones last)."""
+    pulses = shown.pulses_by_job(heartbeats)
     open_incidents = [
         job.incident for _, job in sorted(cluster.jobs.items()) if job.incident is not None
     ]
@@ -32,6 +36,10 @@ def describe(cluster: Cluster, now: float = 0.0) -> dict[str, Any]:
         "term": cluster.term,
         "frozen": {"why": cluster.frozen, "since": cluster.frozen_at} if cluster.frozen else None,
         "jobs": {name: job_view(cluster, job, now) for name, job in sorted(cluster.jobs.items())},
+        "paces": {
+            str(name): codec.to_plain(shown.pace(job, pulses.get(name, ())))
+            for name, job in sorted(cluster.jobs.items())
+        },
         "nodes": {
             node: node_view(cluster, cluster.nodes[node])
             for node in sorted(cluster.nodes, key=natural)
@@ -145,13 +153,13 @@ def _seats_view(job: Job) -> list[dict[str, Any]]:
             "node": seat.node,
             "slot": seat.slot,
             "incarnation": seat.incarnation,
-            "phase": _seat_phase(job, seat.rank),
+            "phase": seat_phase(job, seat.rank),
         }
         for seat in job.roster.seats
     ]
 
 
-def _seat_phase(job: Job, rank: Rank) -> str:
+def seat_phase(job: Job, rank: Rank) -> str:
     """What is known of one seat, in one word."""
     migration = job.migration
     if rank in job.finished:

@@ -1,0 +1,148 @@
+"""What people and Prometheus look at: the live page, its board, and the metrics.
+
+Reading only. Whoever watches must not slow down whoever is watched: a board is made at most a few
+times a second however many pages are open, and it holds the fleet only for those who lack it. The
+page's files are read once; they hold no data, so they need no token, and the browser is told to
+load nothing from anywhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from keepstep import codec, exposition, logs
+from keepstep.model import JobId
+from keepstep.orchestrator import metrics
+from keepstep.orchestrator.board import Account, Around, board
+from keepstep.orchestrator.http import Reply, Response
+from keepstep.orchestrator.routes import Call, Route
+from keepstep.orchestrator.run import Orchestrator
+
+BOARD_SECONDS = 0.2
+"""How old an answer may be: faster than anybody reads, and a phase takes longer."""
+DIRECTORY = Path(__file__).parent / "page"
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/page/page.css": ("page.css", "text/css"),
+    "/page/page.js": ("page.js", "text/javascript"),
+    "/page/map.js": ("map.js", "text/javascript"),
+    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+"""No script, style or request but our own, in no frame, and no address of ours to anybody."""
+
+
+class Watching:
+    """What is kept between two looks."""
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        account: Callable[[JobId], Account | None] = lambda _: None,
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._account = account
+        self._tally = metrics.Tally()
+        self._files: dict[str, bytes] = {}
+        self._made_at = float("-inf")
+        self._version = ""
+        self._whole = self._rest = b""
+
+    async def file(self, call: Call) -> Reply:
+        """One of the page's own files."""
+        name, kind = FILES[call.request.path]
+        if name not in self._files:
+            self._files[name] = (DIRECTORY / name).read_bytes()
+        return Response(200, self._files[name], f"{kind}; charset=utf-8", HEADERS)
+
+    async def board(self, call: Call) -> Reply:
+        """The newest board; without the fleet for those who have this one."""
+        now = self._orchestrator.now()
+        if now - self._made_at > BOARD_SECONDS:
+            self._make(now)
+        known = call.request.query.get("fleet", "") == self._version
+        body = self._rest if known else self._whole
+        return Response(200, body, headers={"Cache-Control": "no-store"})
+
+    def _make(self, now: float) -> None:
+        here = self._orchestrator
+        around = Around(
+            now=now,
+            seq=here.history[-1]["seq"] if here.history else 0,
+            trouble=here.cut_off,
+            connected=here.connected,
+            heartbeats=here.heartbeats,
+            account=self._account,
+        )
+        made = board(here.cluster, around)
+        fleet = codec.dumps(codec.to_plain(made.fleet))
+        self._version = f"{zlib.crc32(fleet):08x}"
+        rest = dataclasses.replace(made, fleet=None, fleet_version=self._version, term=here.term)
+        self._rest = codec.dumps(codec.to_plain(rest))
+        # The fleet is most of it, and was written already.
+        assert self._rest.count(b'"fleet":null,') == 1
+        self._whole = self._rest.replace(b'"fleet":null,', b'"fleet":' + fleet + b",")
+        self._made_at = now
+
+    async def metrics(self, _: Call) -> Reply:
+        """Everything in numbers, for Prometheus."""
+        here = self._orchestrator
+        self._tally.hear(here.cluster.closed)
+        jobs = here.cluster.open_jobs[: metrics.JOBS_MAX]
+        found = {job: account for job in jobs if (account := self._account(job)) is not None}
+        facts = metrics.Facts(
+            now=here.now(),
+            leading=not here.cut_off,
+            connected=len(here.connected),
+            heartbeats=here.heartbeats,
+            decisions=here.history[-1]["seq"] if here.history else 0,
+            lines_told=logs.lines_told,
+            events_told=logs.events_told,
+            accounts=found,
+        )
+        told = [*metrics.families(here.cluster, self._tally, facts), *exposition.of_process()]
+        return Response(200, exposition.text(told).encode(), exposition.CONTENT_TYPE)
+
+
+ROUTES: tuple[Route, ...] = (
+    *(
+        Route(
+            "GET",
+            path,
+            lambda api, call: api.watching.file(call),
+            "The live page" if path == "/" else f"The live page: its {name}",
+            kind,
+            open=True,
+        )
+        for path, (name, kind) in FILES.items()
+    ),
+    Route(
+        "GET",
+        "/v1/board",
+        lambda api, call: api.watching.board(call),
+        "What the live page shows",
+        "Board",
+        query={"fleet": "The fleet_version that you have: the same fleet is not sent again"},
+        shared=True,
+    ),
+    Route(
+        "GET",
+        "/metrics",
+        lambda api, call: api.watching.metrics(call),
+        "Everything in numbers, in Prometheus' text format",
+        "text/plain",
+        shared=True,
+    ),
+)
