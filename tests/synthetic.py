@@ -107,7 +107,11 @@ def _add_incident(made: state.Cluster, name: JobId, now: float) -> None:
     story = (
         state.Line(now - 6.2, "allocate", f"{lost} says nothing for 3.5 s: taken for lost"),
         state.Line(now - 6.1, "allocate", f"ranks {ranks[0]} to {ranks[-1]} go to a spare"),
-        state.Line(now - 5.2, "quiesce", f"all {job.spec.world_size - len(ranks)} survivors are back at boundary 5000"),
+        state.Line(
+            now - 5.2,
+            "quiesce",
+            f"all {job.spec.world_size - len(ranks)} survivors are back at boundary 5000",
+        ),
         state.Line(now - 3.1, "reform", "generation 4 has met"),
     )
     job.incident = state.Incident(

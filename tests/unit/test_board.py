@@ -33,7 +33,9 @@ JOB = JobId("job-0")
 def look(made: state.Cluster, **more: Any) -> board.Board:
     connected = frozenset(name for name, node in made.nodes.items() if node.alive)
     beats = synthetic.heartbeats(made).values()
-    return board.board(made, Around(synthetic.NOW, 9, "", connected, beats, **more))
+    whole = board.fleet(made, connected)
+    around = Around(synthetic.NOW, 9, "", beats, **more)
+    return replace(board.board(made, around, whole), fleet=whole)
 
 
 # --- the fleet ------------------------------------------------------------------------------------
@@ -65,8 +67,10 @@ def test_a_lost_node_is_marked_and_its_devices_are_gone():
     group = next(g for g in picture.fleet.groups if lost in g.nodes)
     at = group.nodes.index(lost)
     assert (group.marks[at], group.cells[at]) == ("L", "-" * 8)
-    assert picture.totals.marks["lost"] == 1
-    assert sum(picture.totals.words.values()) == picture.totals.devices == 40 * 8
+    totals = picture.totals
+    assert (totals.nodes, totals.nodes_ready) == (40, 39)
+    assert sum(count.many for count in totals.by_word) == totals.devices == 40 * 8
+    assert totals.devices_training == 2 * 16, "of the two jobs that nothing is wrong with"
 
 
 def test_nodes_without_a_rack_are_shown_in_blocks():
@@ -237,10 +241,32 @@ def test_a_board_is_made_once_for_all_who_ask_at_a_time(tmp_path: Path):
     async def body() -> None:
         async with serving(tmp_path, synthetic.cluster(SMALL)) as api:
             first = await ask(api, "/v1/board")
-            api._orchestrator.cluster.nodes[NodeId("n39")].drained = "x"
+            api._orchestrator.cluster.frozen = "a switch is replaced"
             assert (await ask(api, "/v1/board")).body == first.body
-            api.watching._made_at = float("-inf")
+            api.watching._next_at = float("-inf")
             assert (await ask(api, "/v1/board")).body != first.body
+
+    asyncio.run(body())
+
+
+def test_the_fleet_is_made_anew_with_a_decision_or_with_who_is_connected(tmp_path: Path):
+    async def body() -> None:
+        async with serving(tmp_path, synthetic.cluster(SMALL)) as api:
+            here = api._orchestrator
+
+            async def version() -> str:
+                api.watching._next_at = float("-inf")
+                return str(json.loads((await ask(api, "/v1/board")).body)["fleet_version"])
+
+            first = await version()
+            here.cluster.nodes[NodeId("n39")].drained = "x"
+            assert await version() == first
+            here.history.append({**here.history[-1], "seq": here.history[-1]["seq"] + 1})
+            drained = await version()
+            assert drained != first
+            here._streams[NodeId("n3")] = None  # type: ignore[assignment]
+            assert await version() not in (first, drained)
+            here._streams.clear()
 
     asyncio.run(body())
 
@@ -250,7 +276,7 @@ def test_the_page_needs_no_token_loads_nothing_from_elsewhere_and_runs_no_inline
 ):
     async def body() -> None:
         async with serving(tmp_path, synthetic.cluster(SMALL)) as api:
-            for path in watching.FILES:
+            for path in (*watching.FILES, "//", "/page//page.js"):
                 reply = await api.handle(Request("GET", path, {}, {}))
                 assert isinstance(reply, Response)
                 policy = reply.headers["Content-Security-Policy"]

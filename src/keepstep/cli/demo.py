@@ -82,6 +82,7 @@ def _kill_one(
 ) -> tuple[Picture, int, float]:
     """Start, kill, watch it go on, end. Returns the incident, the steps made and the pause."""
     stage.say("starting an orchestrator and three agents")
+    stage.say(f"in a browser: {cluster.client.url}/ (it asks for what {cluster.token_file} holds)")
     stage.until(lambda p: len(p["connected"]) == len(cluster.nodes), "all agents")
     stage.say("4 ranks on n0 and n1, a warm spare on n2: each takes a moment to import torch")
     cluster.client.submit(_spec(run_dir))

@@ -12,6 +12,7 @@ each. Lists have lengths, and what was left out is counted.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ RANKS: Mapping[str, Key] = {
 _MARK_LETTERS = {key.word: letter for letter, key in MARKS.items()}
 _RANK_LETTERS = {key.word: letter for letter, key in RANKS.items()}
 _RANK_LETTERS |= {"migrating": "p", "waiting": "w", "starting": "w", "parked": "w"}
+_natural = functools.lru_cache(1 << 16)(natural)
+"""Names are compared again with each board, and there are 12,500 of them."""
 _IN_USE = {JobState.RUNNING: "t", JobState.HELD: "h", JobState.MIGRATING: "m"}
 
 
@@ -115,16 +118,26 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """How many devices there are of one kind."""
+
+    word: str
+    tone: str
+    many: int
+
+
+@dataclass(frozen=True, slots=True)
 class Totals:
     """The fleet in a few numbers."""
 
     nodes: int
+    nodes_ready: int
     devices: int
-    words: dict[str, int]
-    """Devices by what their letter stands for."""
-    marks: dict[str, int]
-    """Nodes by what their mark stands for."""
+    devices_training: int
+    devices_free: int
     standbys_ready: int
+    by_word: tuple[Count, ...]
+    """Devices by what their letter stands for; what there is none of is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +244,7 @@ class Board:
     fleet_version: str
     """Changes with the fleet: who has this one need not be sent it again."""
     fleet: Fleet | None
+    """None for those who have it already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,19 +254,17 @@ class Around:
     now: float
     seq: int = 0
     trouble: str = ""
-    connected: Collection[NodeId] = ()
     heartbeats: Iterable[Heartbeat] = ()
     account: Callable[[JobId], Account | None] = field(default=lambda _: None)
 
 
-def board(cluster: Cluster, around: Around, fleet_version: str = "") -> Board:
-    """Everything that the page shows, with the whole fleet in it."""
+def board(cluster: Cluster, around: Around, whole: Fleet, fleet_version: str = "") -> Board:
+    """Everything that the page shows. The fleet is given: it changes less often than the rest."""
     now = around.now
-    whole = fleet(cluster, frozenset(around.connected))
     jobs = sorted(cluster.jobs.values(), key=_order)
     pulses = shown.pulses_by_job(around.heartbeats)
     ready = sum(s.ready for job in jobs if not job.state.over for s in job.standbys.values())
-    places = sorted(cluster.taints.items(), key=lambda item: natural(NodeId(item[0])))
+    places = sorted(cluster.taints.items(), key=lambda item: _natural(NodeId(item[0])))
     taints = [
         TaintLine(place, taint.severity, taint.source, taint.reason, max(0.0, taint.until - now))
         for place, held in places[:TAINTS_MAX]
@@ -279,7 +291,7 @@ def board(cluster: Cluster, around: Around, fleet_version: str = "") -> Board:
         taints=tuple(taints),
         taints_not_shown=max(0, len(places) - TAINTS_MAX),
         fleet_version=fleet_version,
-        fleet=whole,
+        fleet=None,
     )
 
 
@@ -295,36 +307,34 @@ def _order(job: Job) -> tuple[bool, bool, int, float]:
 def fleet(cluster: Cluster, connected: Collection[NodeId]) -> Fleet:
     """Every node in its rack, in the order in which people read their names."""
     racks: dict[str, list[NodeState]] = {}
-    for name in sorted(cluster.nodes, key=natural):
+    for name in sorted(cluster.nodes, key=_natural):
         node = cluster.nodes[name]
         labels = node.labels
         label = next((key for key in GROUP_LABELS if key in labels), "")
         racks.setdefault(f"{label} {labels[label]}" if label else "", []).append(node)
     used = {name: _IN_USE.get(cluster.jobs[name].state, "b") for name in cluster.open_jobs}
+    tainted = {place.partition("/")[0] for place in cluster.taints}
     groups = []
-    for rack, nodes in sorted(racks.items(), key=lambda item: natural(NodeId(item[0]))):
+    for rack, nodes in sorted(racks.items(), key=lambda item: _natural(NodeId(item[0]))):
         parts = [nodes]
         if not rack:
             at = range(0, len(nodes), GROUP_NODES_MAX)
             parts = [nodes[first : first + GROUP_NODES_MAX] for first in at]
-        groups += [_group(cluster, rack, part, connected, used) for part in parts]
+        groups += [
+            Group(
+                rack or _block_name(part),
+                tuple(node.node for node in part),
+                "".join([_mark(cluster, node, connected) for node in part]),
+                tuple([_cells(cluster, node, used, node.node in tainted) for node in part]),
+            )
+            for part in parts
+        ]
     return Fleet(dict(CELLS), dict(MARKS), tuple(groups))
 
 
-def _group(
-    cluster: Cluster,
-    rack: str,
-    nodes: list[NodeState],
-    connected: Collection[NodeId],
-    used: Mapping[JobId, str],
-) -> Group:
+def _block_name(nodes: list[NodeState]) -> str:
     first, last = nodes[0].node, nodes[-1].node
-    return Group(
-        rack or (first if len(nodes) == 1 else f"{first} to {last}"),
-        tuple(node.node for node in nodes),
-        "".join(_mark(cluster, node, connected) for node in nodes),
-        tuple(_cells(cluster, node, used) for node in nodes),
-    )
+    return str(first) if len(nodes) == 1 else f"{first} to {last}"
 
 
 def _mark(cluster: Cluster, node: NodeState, connected: Collection[NodeId]) -> str:
@@ -339,24 +349,33 @@ def _mark(cluster: Cluster, node: NodeState, connected: Collection[NodeId]) -> s
     return _MARK_LETTERS[mark or "ready"]
 
 
-def _cells(cluster: Cluster, node: NodeState, used: Mapping[JobId, str]) -> str:
+def _cells(cluster: Cluster, node: NodeState, used: Mapping[JobId, str], tainted: bool) -> str:
+    """A letter per device. `tainted`: there is a taint somewhere on this node."""
     if not node.alive:
         return "-" * node.slots
-    letters, uses, taints = [], node.uses, cluster.taints
-    whole = node.node in taints
-    for slot in range(node.slots):
-        user = uses.get(slot)
-        tainted = bool(taints) and (whole or slot_key(node.node, slot) in taints)
-        if user is None:
-            letters.append("!" if tainted or node.drained else ".")
-        elif user.fenced:
-            letters.append("x")
-        elif user.rank < 0:
-            standby = cluster.jobs[user.job].standbys.get(slot_key(node.node, slot))
-            letters.append("s" if standby is not None and standby.ready else "w")
-        else:
-            letters.append("T" if tainted else used.get(user.job, "b"))
-    return "".join(letters)
+    uses = node.uses
+    if not tainted and len(uses) == node.slots:
+        # Most nodes, most of the time: all devices train.
+        letters = [used.get(u.job, "b") for u in uses.values() if u.rank >= 0 and not u.fenced]
+        if len(letters) == node.slots and letters == letters[:1] * len(letters):
+            return "".join(letters)
+    return "".join([_cell(cluster, node, slot, used, tainted) for slot in range(node.slots)])
+
+
+def _cell(
+    cluster: Cluster, node: NodeState, slot: int, used: Mapping[JobId, str], tainted: bool
+) -> str:
+    user = node.uses.get(slot)
+    if tainted:
+        tainted = not cluster.taints.keys().isdisjoint((node.node, slot_key(node.node, slot)))
+    if user is None:
+        return "!" if tainted or node.drained else "."
+    if user.fenced:
+        return "x"
+    if user.rank < 0:
+        standby = cluster.jobs[user.job].standbys.get(slot_key(node.node, slot))
+        return "s" if standby is not None and standby.ready else "w"
+    return "T" if tainted else used.get(user.job, "b")
 
 
 def _totals(whole: Fleet, ready: int) -> Totals:
@@ -366,10 +385,16 @@ def _totals(whole: Fleet, ready: int) -> Totals:
         marks.update(group.marks)
     return Totals(
         nodes=sum(marks.values()),
+        nodes_ready=marks["."],
         devices=sum(cells.values()),
-        words={key.word: cells[letter] for letter, key in CELLS.items() if cells[letter]},
-        marks={key.word: marks[letter] for letter, key in MARKS.items() if marks[letter]},
+        devices_training=cells["t"],
+        devices_free=cells["."],
         standbys_ready=ready,
+        by_word=tuple(
+            Count(key.word, key.tone, cells[letter])
+            for letter, key in CELLS.items()
+            if cells[letter]
+        ),
     )
 
 

@@ -54,7 +54,7 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     pauses: Spread = field(default_factory=lambda: Spread(PAUSE_BOUNDS))
     """Seconds without training of incidents that ended with training."""
-    phases: Counter[str] = field(default_factory=Counter)
+    phases: dict[str, float] = field(default_factory=dict)
     _counted: str = ""
     """The newest incident that is in all of these."""
 
@@ -72,7 +72,7 @@ class Tally:
                 lasted = incident.closed_at - incident.opened_at
                 self.pauses.add(max(0.0, lasted - training_seconds(incident)))
             for phase, seconds in incident.seconds.items():
-                self.phases[phase] += seconds
+                self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
 
 @dataclass(frozen=True, slots=True)

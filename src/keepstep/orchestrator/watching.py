@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from keepstep import codec, exposition, logs
 from keepstep.model import JobId
 from keepstep.orchestrator import metrics
-from keepstep.orchestrator.board import Account, Around, board
+from keepstep.orchestrator.board import Account, Around, Fleet, board, fleet
 from keepstep.orchestrator.http import Reply, Response
 from keepstep.orchestrator.routes import Call, Route
 from keepstep.orchestrator.run import Orchestrator
 
-BOARD_SECONDS = 0.2
+BOARD_SECONDS_MIN = 0.2
 """How old an answer may be: faster than anybody reads, and a phase takes longer."""
+BOARD_SHARE_MAX = 0.1
+"""Of the loop's time, what boards may take. In the largest clusters they are older for it."""
 DIRECTORY = Path(__file__).parent / "page"
 FILES = {
     "/": ("index.html", "text/html"),
@@ -56,13 +59,16 @@ class Watching:
         self._account = account
         self._tally = metrics.Tally()
         self._files: dict[str, bytes] = {}
-        self._made_at = float("-inf")
+        self._next_at = float("-inf")
         self._version = ""
         self._whole = self._rest = b""
+        self._fleet: Fleet | None = None
+        self._fleet_of: tuple[int, int] = (-1, 0)
+        self._fleet_bytes = b""
 
-    async def file(self, call: Call) -> Reply:
+    async def file(self, path: str) -> Reply:
         """One of the page's own files."""
-        name, kind = FILES[call.request.path]
+        name, kind = FILES[path]
         if name not in self._files:
             self._files[name] = (DIRECTORY / name).read_bytes()
         return Response(200, self._files[name], f"{kind}; charset=utf-8", HEADERS)
@@ -70,8 +76,10 @@ class Watching:
     async def board(self, call: Call) -> Reply:
         """The newest board; without the fleet for those who have this one."""
         now = self._orchestrator.now()
-        if now - self._made_at > BOARD_SECONDS:
+        if now >= self._next_at:
             self._make(now)
+            cost = self._orchestrator.now() - now
+            self._next_at = now + max(BOARD_SECONDS_MIN, cost / BOARD_SHARE_MAX)
         known = call.request.query.get("fleet", "") == self._version
         body = self._rest if known else self._whole
         return Response(200, body, headers={"Cache-Control": "no-store"})
@@ -82,19 +90,27 @@ class Watching:
             now=now,
             seq=here.history[-1]["seq"] if here.history else 0,
             trouble=here.cut_off,
-            connected=here.connected,
             heartbeats=here.heartbeats,
             account=self._account,
         )
-        made = board(here.cluster, around)
-        fleet = codec.dumps(codec.to_plain(made.fleet))
-        self._version = f"{zlib.crc32(fleet):08x}"
-        rest = dataclasses.replace(made, fleet=None, fleet_version=self._version, term=here.term)
-        self._rest = codec.dumps(codec.to_plain(rest))
+        made = board(here.cluster, around, self._current_fleet(around.seq), self._version)
+        made = dataclasses.replace(made, term=here.term)
+        self._rest = codec.dumps(codec.to_plain(made))
         # The fleet is most of it, and was written already.
         assert self._rest.count(b'"fleet":null,') == 1
-        self._whole = self._rest.replace(b'"fleet":null,', b'"fleet":' + fleet + b",")
-        self._made_at = now
+        told = b'"fleet":' + self._fleet_bytes + b","
+        self._whole = self._rest.replace(b'"fleet":null,', told)
+
+    def _current_fleet(self, seq: int) -> Fleet:
+        """It changes with a decision, or with who is connected, and not otherwise."""
+        here = self._orchestrator
+        connected = frozenset(here.connected)
+        if self._fleet is None or self._fleet_of != (seq, hash(connected)):
+            self._fleet = fleet(here.cluster, connected)
+            self._fleet_of = (seq, hash(connected))
+            self._fleet_bytes = codec.dumps(codec.to_plain(self._fleet))
+            self._version = f"{zlib.crc32(self._fleet_bytes):08x}"
+        return self._fleet
 
     async def metrics(self, _: Call) -> Reply:
         """Everything in numbers, for Prometheus."""
@@ -116,12 +132,17 @@ class Watching:
         return Response(200, exposition.text(told).encode(), exposition.CONTENT_TYPE)
 
 
+def _file(path: str) -> Callable[[Any, Call], Awaitable[Reply]]:
+    """By the route's own path: a request may spell it with more slashes."""
+    return lambda api, _: api.watching.file(path)
+
+
 ROUTES: tuple[Route, ...] = (
     *(
         Route(
             "GET",
             path,
-            lambda api, call: api.watching.file(call),
+            _file(path),
             "The live page" if path == "/" else f"The live page: its {name}",
             kind,
             open=True,

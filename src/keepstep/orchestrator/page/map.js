@@ -3,7 +3,8 @@
 
 const GAP = 6;
 const SIZES = [22, 18, 15, 12, 10, 8, 7, 6, 5, 4, 3, 2];
-const HEIGHT_MAX = 620;
+const HEIGHT_MAX = 640;
+const LOUD_SIZE = 6; // what is wrong is never drawn smaller
 const NAMED_MAX = 48; // nodes: with more of them there is no room for names
 
 let colours = {};
@@ -127,7 +128,7 @@ export class FleetMap {
   draw(fleet, width) {
     this.fleet = fleet;
     const nodes = fleet.groups.reduce((sum, group) => sum + group.nodes.length, 0);
-    const named = nodes <= NAMED_MAX;
+    const named = nodes <= NAMED_MAX ? longest(fleet.groups) : 0;
     let laid = null;
     for (const size of SIZES) {
       laid = layout(fleet.groups, size, width, named);
@@ -142,6 +143,29 @@ export class FleetMap {
       pen.fillText(clip(pen, title.text, title.w), title.x, title.y);
     }
     for (const place of laid.places) this.node(pen, place, laid, named);
+    if (laid.size < LOUD_SIZE) for (const place of laid.places) this.loud(pen, place, laid);
+  }
+
+  // One device among 100,000 is two pixels wide. What should be seen is drawn again, larger.
+  loud(pen, place, laid) {
+    const { size, pitch, strip } = laid;
+    const tone = this.fleet.marks[place.mark].tone;
+    if (tone === "bad" || tone === "busy" || tone === "taint") {
+      pen.fillStyle = colours.card;
+      pen.fillRect(place.x - 2, place.y + size / 2 - LOUD_SIZE / 2 - 1, place.w + 2, LOUD_SIZE + 2);
+      pen.fillStyle = colours[tone];
+      pen.fillRect(place.x - 1, place.y + size / 2 - LOUD_SIZE / 2, place.w, LOUD_SIZE);
+    }
+    for (let slot = 0; slot < place.cells.length; slot++) {
+      const wrong = this.fleet.cells[place.cells[slot]].tone;
+      if (wrong !== "bad" && wrong !== "taint") continue;
+      if (place.mark !== ".") continue;
+      const [x, y] = [place.x + strip + slot * pitch + size / 2, place.y + size / 2];
+      pen.fillStyle = colours.card;
+      pen.fillRect(x - LOUD_SIZE / 2 - 1, y - LOUD_SIZE / 2 - 1, LOUD_SIZE + 2, LOUD_SIZE + 2);
+      pen.fillStyle = colours[wrong];
+      pen.fillRect(x - LOUD_SIZE / 2, y - LOUD_SIZE / 2, LOUD_SIZE, LOUD_SIZE);
+    }
   }
 
   node(pen, place, laid, named) {
@@ -157,6 +181,15 @@ export class FleetMap {
       pen.fillText(clip(pen, place.name, label - 10), place.x + strip + 2, place.y + size / 2);
     }
     const from = place.x + strip + label;
+    if (pitch === size) {
+      // No gaps between them: neighbours of one kind are one stroke.
+      for (let slot = 0, end = 0; slot < place.cells.length; slot = end) {
+        for (end = slot + 1; place.cells[end] === place.cells[slot];) end++;
+        pen.fillStyle = colours[this.fleet.cells[place.cells[slot]].tone];
+        pen.fillRect(from + slot * pitch, place.y, (end - slot) * pitch, size);
+      }
+      return;
+    }
     for (let slot = 0; slot < place.cells.length; slot++) {
       cell(pen, from + slot * pitch, place.y, size, this.fleet.cells[place.cells[slot]].tone);
     }
@@ -171,11 +204,17 @@ export class FleetMap {
   }
 }
 
+// Room for the longest name, within reason.
+function longest(groups) {
+  const names = groups.flatMap((group) => group.nodes);
+  return Math.min(220, Math.max(24, ...names.map((name) => 8.5 * name.length))) + 14;
+}
+
 // Racks side by side, their nodes below each other, a node's devices in a row.
 function layout(groups, size, width, named) {
   const pitch = size + step(size);
   const strip = size >= 8 ? 5 : 2;
-  const label = named ? 92 : 0;
+  const label = named;
   const titled = size >= 8 ? 18 : 0;
   const gap = size >= 8 ? 3 * GAP : size >= 4 ? GAP : 4;
   const [places, titles] = [[], []];

@@ -12,6 +12,8 @@ const RETRY_MS = 1000;
 const STREAM_SILENT_MS_MAX = 12000;
 const DECISIONS_MAX = 60;
 const ROWS_MAX = 100;
+const CARDS_MAX = 4; // of jobs that run; those in trouble all have one, the others a line
+const WIDE_NODES = 512; // from here on the map comes before the jobs
 
 const byId = (id) => document.getElementById(id);
 const map = new FleetMap(byId("map-canvas"));
@@ -206,16 +208,14 @@ function showBanner(board) {
 
 function showTiles(board) {
   const { totals } = board;
-  const words = totals.words;
-  const training = words.training || 0;
-  const unwell = totals.nodes - (totals.marks.ready || 0);
+  const unwell = totals.nodes - totals.nodes_ready;
   const account = board.jobs.find((job) => job.account);
   const open = board.open.length;
   const tiles = [
     ["Nodes", count(totals.nodes), unwell ? `${count(unwell)} not ready` : "all ready", unwell ? "busy" : ""],
-    ["Devices training", count(training), `of ${count(totals.devices)}`, ""],
-    ["Spares", count(totals.standbys_ready), `warm; ${plural(words.free || 0, "free device")}`, ""],
-    ["Open incidents", count(open), open ? board.open[0].job : `${plural(board.closed.length, "recent one")} over`, open ? "busy" : "good"],
+    ["Devices training", count(totals.devices_training), `of ${count(totals.devices)}`, ""],
+    ["Spares", count(totals.standbys_ready), `warm; ${plural(totals.devices_free, "free device")}`, ""],
+    ["Open incidents", count(open), open ? board.open.map((story) => story.job).join(", ") : "nothing is wrong", open ? "busy" : "good"],
     goodputTile(account),
     guaranteeTile(account),
   ];
@@ -257,7 +257,7 @@ function showIncidents(board) {
     const [title, pill, lasted] = box.firstChild.children;
     box.classList.toggle("bad", story.phases.some((step) => step.state === "now" && ["hold", "fallback"].includes(step.name)));
     box.setAttribute("aria-label", `Incident ${story.id} of job ${story.job}`);
-    put(title, `${story.job}: ${story.id}`);
+    put(title, `${story.job} · incident ${story.id}`);
     pill.className = `pill ${story.tone}`;
     put(pill, (story.phases.find((step) => step.state === "now") || { name: story.outcome }).name);
     lasted.dataset.since = String(story.lasted_seconds);
@@ -274,7 +274,7 @@ function showIncidents(board) {
     return box;
   }, (box, story) => {
     const [title, pill, when, lasted] = box.firstChild.children;
-    put(title, `${story.job}: ${story.id}`);
+    put(title, `${story.job} · ${story.id}`);
     pill.className = `pill ${story.tone}`;
     put(pill, story.outcome);
     put(when, clock(story.opened_at));
@@ -349,7 +349,13 @@ function showJobs(board) {
     keyed(parent, [1], () => "none", () => make("p", "quiet", "No jobs. `keepstep run` starts one."), () => {});
     return;
   }
-  keyed(parent, board.jobs, (job) => `job ${job.id}`, buildJob, (box, job) => updateJob(box, job, board, width));
+  const troubled = board.jobs.filter((job) => !job.over && job.tone !== "good").length;
+  const cards = board.jobs.length <= 2 * CARDS_MAX ? board.jobs.length : Math.max(CARDS_MAX, troubled);
+  keyed(parent, board.jobs.slice(0, cards), (job) => `job ${job.id}`, buildJob, (box, job) => updateJob(box, job, board, width));
+  const others = board.jobs.slice(cards);
+  byId("jobs-others").hidden = !others.length;
+  rows(byId("jobs-table"), others.map((job) => [job.id, job.state, count(job.pace.step), job.pace.step_seconds ? seconds(job.pace.step_seconds) : "–",
+    count(job.world), `${job.spares_ready} of ${job.spares_wanted}`, count(job.incidents)]));
   const more = byId("jobs-more");
   more.hidden = !board.jobs_not_shown;
   put(more, `… and ${plural(board.jobs_not_shown, "more job")}`);
@@ -410,25 +416,25 @@ function showRanks(grid, job, board, width, words) {
 function showFleet() {
   const { fleet, board } = state;
   const canvas = byId("map-canvas");
+  document.body.classList.toggle("wide", board.totals.nodes > WIDE_NODES);
   map.draw(fleet, Math.max(200, byId("map").clientWidth));
-  const words = Object.entries(board.totals.words);
-  const said = words.map(([word, many]) => `${count(many)} ${word}`).join(", ");
+  const words = board.totals.by_word;
+  const said = words.map(({ word, many }) => `${count(many)} ${word}`).join(", ");
   canvas.setAttribute("aria-label", `${plural(board.totals.nodes, "node")}, ${plural(board.totals.devices, "device")}: ${said || "none"}`);
-  const tones = Object.fromEntries(Object.values(fleet.cells).map((key) => [key.word, key.tone]));
-  keyed(byId("legend"), words, ([word]) => word, ([word]) => {
+  keyed(byId("legend"), words, (item) => item.word, (item) => {
     const li = make("li");
-    li.append(make("canvas"), make("span", "", word), make("b"));
+    li.append(make("canvas"), make("span", "", item.word), make("b"));
     return li;
-  }, (li, [word, many]) => {
-    sample(li.firstChild, tones[word]);
-    put(li.lastChild, count(many));
+  }, (li, item) => {
+    sample(li.firstChild, item.tone);
+    put(li.lastChild, count(item.many));
   });
   showTables(fleet);
   if (state.chosen >= 0) choose(Math.min(state.chosen, map.places.length - 1));
 }
 
 function showTables(fleet) {
-  const unwell = map.places.filter((place) => place.mark !== "." || /[!Txh]/.test(place.cells));
+  const unwell = map.places.filter((place) => place.mark !== "." || /[!Txh]/.test(place.cells)); // what the map makes larger
   const more = unwell.length > ROWS_MAX ? `, ${ROWS_MAX} shown` : "";
   put(byId("unwell-count"), unwell.length ? `${plural(unwell.length, "node")} to look at${more}` : "all nodes well");
   if (!byId("unwell-part").open) return;
