@@ -80,6 +80,9 @@ class OrchestratorConfig:
     told again what it needs. The largest order of a job of 16,384 ranks fits thirty times."""
     connections_max: int = 16_384
     """Open connections: 12,500 agents and some operators. Beyond it a client is told to wait."""
+    migrations_max: int = 32
+    """Jobs that may be moved at once. A switch that fails hits many jobs together; more at a time
+    share the same fabric, storage and spares. The others wait in the order in which they came."""
     history_entries_max: int = 1000
     """Recent decisions kept in memory for a client of /v1/events that reconnects."""
     account_key_file: str = ""

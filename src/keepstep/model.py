@@ -162,6 +162,8 @@ class Policy:
     leave_within_seconds: float = 600.0
     """A rank that shall leave waits for the others that shall leave too, but no longer than this:
     then it goes alone."""
+    moving_ranks_max: int = 64
+    """Ranks that a planned move takes along at once; the others go with the next one."""
     unit: Unit = Unit.DEVICE
     """What is replaced as a whole: a device, a node with all its ranks, an NVLink domain."""
     same_domain: SameDomain = SameDomain.PREFER

@@ -333,14 +333,15 @@ class Player:
         )
 
     def do_restart(self, plain, options):
-        """The orchestrator dies; another one reads the journal and leads."""
+        """restart limit=1: the orchestrator dies; another one reads the journal and leads."""
         replayed = state.new_cluster("transcript")
         for event, now in self.journal:
             again = events.from_plain(events.to_plain(event))
             replayed = brain.step(replayed, again, now).cluster
         assert state.fingerprint(replayed) == state.fingerprint(self.cluster)
         self.cluster = state.from_plain(state.to_plain(replayed))
-        return self.feed(events.TermBegan(Term(self.cluster.term + 1)))
+        limit = int(options.get("limit", 0))
+        return self.feed(events.TermBegan(Term(self.cluster.term + 1), limit))
 
     # ------------------------------------------------------------ feeding and telling
 

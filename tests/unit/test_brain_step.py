@@ -257,9 +257,8 @@ def test_when_most_nodes_fall_silent_the_brain_suspects_itself():
     for i in range(3):
         brain.step(cluster, events.NodeSilent(NodeId(f"n{i}")), 5.0)
     assert brain.step(cluster, events.Tick(), 6.0).orders == ()
-    assert cluster.jobs[JOB].state is JobState.RUNNING
     brain.step(cluster, events.Tick(), 25.0)
-    assert cluster.jobs[JOB].state is not JobState.RUNNING
+    assert cluster.jobs[JOB].state is JobState.RUNNING, "time alone proves nothing"
 
 
 def test_a_busy_survivor_is_waited_for():

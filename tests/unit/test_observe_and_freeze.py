@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 
 from keepstep import wire
-from keepstep.model import JobId, JobSpec, JobState, Mode, NodeId, Phase, Policy, Sign, Term
+from keepstep.model import (
+    Generation,
+    JobId,
+    JobSpec,
+    JobState,
+    Mode,
+    NodeId,
+    Phase,
+    Policy,
+    Rank,
+    Sign,
+    Term,
+)
 from keepstep.orchestrator import brain, events, state, view
 
 JOB = JobId("train")
@@ -153,6 +165,10 @@ def test_nodes_that_fall_silent_while_frozen_are_given_up_only_long_after():
     hello = wire.Hello(NodeId("n0"), "a0", 2, 1, 2, "b")
     brain.step(cluster, hello, 1006.0)
     brain.step(cluster, events.Tick(), 1030.0)
+    assert cluster.self_doubt, "three of four did not come back: the fault may be ours"
+    fact = wire.StallFact(Rank(0), 0, 5, 3, False)
+    brain.step(cluster, wire.Stalled(NodeId("n0"), JOB, Generation(1), (fact,), 4.0), 1031.0)
+    brain.step(cluster, events.Tick(), 1031.1)
     alive = [name for name, node in cluster.nodes.items() if node.alive]
     assert alive == ["n0"], "those who did not come back are lost after all"
 

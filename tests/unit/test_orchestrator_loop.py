@@ -13,7 +13,7 @@ from keepstep import wire
 from keepstep.clock import VirtualClock
 from keepstep.config import OrchestratorConfig
 from keepstep.errors import Deposed, Permanent, Transient
-from keepstep.model import JobId, JobSpec, NodeId, Rank
+from keepstep.model import JobId, JobSpec, JobState, NodeId, Phase, Rank
 from keepstep.orchestrator import brain, events, run, state
 from keepstep.orchestrator.journal import Standing, verify
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
@@ -306,6 +306,70 @@ def test_while_the_inbox_is_full_nobody_is_silent(tmp_path: Path):
 
     scene = Scene(tmp_path, OrchestratorConfig(inbox_events_max=2))
     asyncio.run(outage())
+    scene.journal.close()
+
+
+def test_a_leader_that_was_stopped_for_20_s_and_wakes_up_fences_nobody(tmp_path: Path):
+    """All agents have left it meanwhile, and take some seconds to find it again."""
+    scene = Scene(tmp_path)
+    nodes = [NodeId(f"n{i}") for i in range(12)]
+    loop, clock = scene.loop, scene.clock
+
+    def hello(node: NodeId, *workers: wire.WorkerFact) -> wire.Hello:
+        return wire.Hello(node, node, 1, 1, 2, "boot", workers)
+
+    async def beats(seconds: float) -> None:
+        """The loop's own clock goes on in tenths, as if it ran."""
+        for _ in range(round(seconds * 10)):
+            clock.advance_to(clock.now() + 0.1)
+            loop._hurried.set()
+            for _ in range(8):
+                await asyncio.sleep(0)
+
+    def heard() -> None:
+        for node in loop._streams:
+            loop._heard(node)
+
+    async def play() -> None:
+        running = asyncio.create_task(loop.run())
+        for node in nodes:
+            loop._streams[node] = FakeStream(scene.happened)  # type: ignore[assignment]
+            await loop._inbox.put(Waiting(hello(node)))
+        spec = JobSpec(JOB, "train.py", nodes=12)
+        await loop.decide(events.Submitted(spec))
+        job = loop.cluster.jobs[JOB]
+        for i, node in enumerate(nodes):
+            seat = wire.SeatReport(Rank(i), 1, True, {"0-11": "d"}, step=1, step_seconds=0.1)
+            report = wire.PhaseReport(node, JOB, job.generation, Phase.RESUME, (seat,))
+            await loop._inbox.put(Waiting(report))
+        heard()
+        await beats(1.0)
+        assert job.state is JobState.RUNNING
+        # The process stands still; the agents hear nothing for 4 s and leave.
+        clock.advance_to(clock.now() + 20.0)
+        for stream in tuple(loop._streams.values()):
+            stream.node = next(n for n, s in loop._streams.items() if s is stream)
+            await loop._link_ended(stream)
+        await beats(8.0)
+        assert "we suspect ourselves" in loop.cluster.self_doubt
+        for i, node in enumerate(nodes):
+            loop._streams[node] = FakeStream(scene.happened)  # type: ignore[assignment]
+            fact = wire.WorkerFact(JOB, Rank(i), 0, 0, job.generation)
+            await loop._inbox.put(Waiting(hello(node, fact)))
+        heard()
+        await beats(2.0)
+        running.cancel()
+        assert (job.generation, job.incidents, job.state) == (1, 0, JobState.RUNNING)
+        assert all(node.alive for node in loop.cluster.nodes.values())
+        assert not loop.cluster.self_doubt
+        sent = [m for s in loop._streams.values() for m in s.sent]  # type: ignore[attr-defined]
+        assert not any(isinstance(m, wire.Order) for m in sent), "nobody is fenced"
+
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await play()
+
+    asyncio.run(bounded())
     scene.journal.close()
 
 

@@ -33,7 +33,7 @@ from keepstep.chaos.simulated_setting import (
     several_jobs,
     sharded,
 )
-from keepstep.model import JobId, JobSpec, JobState, NodeId, Term
+from keepstep.model import JobId, JobSpec, JobState, NodeId, Severity, Term
 from keepstep.orchestrator import brain, events, nodes, policy, state
 from keepstep.orchestrator.liveness import Witness
 from keepstep.orchestrator.turn import Note
@@ -42,6 +42,8 @@ from keepstep.wire import Hello, JobPulse, Message, Order, Published
 __all__ = ["Result", "Simulation", "Summary", "Violation", "run_seed", "run_seeds"]
 
 
+MONITOR_SECONDS = 20.0
+"""So long after it fell silent a monitor speaks of a node, if the brain still doubts itself."""
 QUIET_SECONDS = 80.0
 """More than any budget and any number of steps: after it nothing happens any more."""
 
@@ -239,6 +241,7 @@ class Simulation(Faults):
             elif self.serving and self._now - since > POLICY.silent_seconds_max:
                 self.feed(events.NodeSilent(agent.node))
         self._hear_witnesses()
+        self._hear_monitor()
         self.feed(events.Tick())
         if self.serving:
             self._referee.tick()
@@ -254,6 +257,16 @@ class Simulation(Faults):
         for node in self._witness.vouches(nodes.jobs_on(self.cluster, self.cluster.doubtful)):
             self.vouched += 1
             self.feed(events.NodeVouched(node))
+
+    def _hear_monitor(self) -> None:
+        """Where the brain suspects itself, the site's own monitor tells it who is really gone."""
+        for node, since in self.silent_since.items() if self.cluster.self_doubt else ():
+            told = self.cluster.taints.get(node)
+            if self._now - since > MONITOR_SECONDS and node in self.cluster.doubtful and not told:
+                gone = events.TaintAsked(
+                    node, "it does not answer", Severity.IMMINENT, source="monitor", seconds=1.0
+                )
+                self.feed(gone)
 
     def watch(self) -> None:
         for agent in self._agents.values():

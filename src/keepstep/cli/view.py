@@ -41,6 +41,8 @@ def status_lines(picture: Plain, paint: Painter = plain, columns: int = COLUMNS)
     if frozen := picture["frozen"]:
         since = _clock(frozen["since"])
         lines.append(paint(f"FROZEN since {since}: {frozen['why']}", "bad"))
+    if doubt := picture.get("self_doubt"):
+        lines.append(paint(f"IN DOUBT since {_clock(doubt['since'])}: {doubt['why']}", "bad"))
     if not picture["jobs"]:
         lines.append("no jobs; start one with `keepstep run`")
     for job in picture["jobs"].values():

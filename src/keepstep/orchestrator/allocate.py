@@ -7,7 +7,16 @@ that appears later is used at once.
 from __future__ import annotations
 
 from keepstep.model import JobState, Phase
-from keepstep.orchestrator import launch, orders, planned, policy, remedies, roster, seating
+from keepstep.orchestrator import (
+    launch,
+    limits,
+    orders,
+    planned,
+    policy,
+    remedies,
+    roster,
+    seating,
+)
 from keepstep.orchestrator.state import Job, in_migration
 from keepstep.orchestrator.turn import Turn
 
@@ -28,7 +37,7 @@ def if_ready(turn: Turn, job: Job) -> None:
     migration, _ = in_migration(job)
     waits = migration.fences or turn.now < migration.settle_until
     waits = waits or policy.stands_still(turn.cluster, job)
-    if migration.phase is Phase.ALLOCATE and not waits:
+    if migration.phase is Phase.ALLOCATE and not waits and not limits.must_wait(turn, job):
         _allocate(turn, job)
 
 

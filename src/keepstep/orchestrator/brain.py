@@ -116,7 +116,7 @@ def due(cluster: Cluster) -> float | None:
         if policy.stands_still(cluster, job):
             continue
         moments += job.missing.values()
-        if job.migration is not None:
+        if job.migration is not None and job.turn_at < 0 and not cluster.self_doubt:
             moments.append(migration.deadline(job))
             if job.migration.phase is Phase.ALLOCATE:
                 moments.append(job.migration.settle_until)
@@ -124,7 +124,8 @@ def due(cluster: Cluster) -> float | None:
             moments.append(job.broken_at + policy.BROKEN_SECONDS_MAX)
         if job.stalls_at >= 0:
             moments.append(job.stalls_at + job.spec.policy.hang_settle_seconds)
-    if not cluster.frozen:
+    if not cluster.frozen and not cluster.self_doubt:
+        # What is waited for otherwise is somebody's word, or an ordinary tick.
         moments += (since + nodes.SILENT_SETTLE_SECONDS for since in cluster.doubtful.values())
     return min(moments, default=None)
 
@@ -165,6 +166,7 @@ def _dispatch(turn: Turn, event: Event) -> None:
             nodes.link_lost(turn, event.node)
         case TermBegan():
             turn.cluster.term = event.term
+            turn.cluster.migrations_max = event.migrations_max
             turn.note(f"term {event.term} began")
             nodes.term_began(turn)
         case Tick():

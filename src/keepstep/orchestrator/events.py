@@ -148,6 +148,8 @@ class TermBegan:
     """A new leader: what is under way must be told again."""
 
     term: Term
+    migrations_max: int = 0
+    """By its settings: jobs that may be moved at once; 0: any number."""
 
 
 Asked = (

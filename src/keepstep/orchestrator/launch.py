@@ -307,7 +307,7 @@ def forget_run(job: Job) -> None:
     job.migration = None
     job.settled = ()
     job.stalls, job.deaths = {}, {}
-    job.broken_at = job.stalls_at = -1.0
+    job.broken_at = job.stalls_at = job.turn_at = -1.0
 
 
 def finish(turn: Turn, job: Job, state: JobState, exit_code: int, why: str) -> None:

@@ -32,6 +32,7 @@ from keepstep.orchestrator import (
     saving,
     seating,
     spares,
+    suspicion,
 )
 from keepstep.orchestrator.events import Tick
 from keepstep.orchestrator.happenings import Happening, Room, SaveAsked, Thawed
@@ -327,7 +328,7 @@ def _tick(turn: Turn, job: Job) -> None:
     if migration.phase is Phase.ALLOCATE:
         allocate.if_ready(turn, job)
     migration = job.migration
-    if migration is not None and turn.now >= deadline(job):
+    if migration is not None and turn.now >= deadline(job) and not suspicion.excuses(turn, job):
         TABLE[migration.phase].late(turn, job)
 
 
@@ -374,6 +375,8 @@ def _late_reports(turn: Turn, job: Job) -> None:
 
 
 def _blame(turn: Turn, job: Job, missing: list[Rank]) -> Fault:
+    # Whom we cannot hear, perhaps by our own fault, is blamed only if there is nobody else.
+    missing = suspicion.heard(turn.cluster, job, missing) or missing
     return budgets.blame(job, missing, turn.cluster.doubtful)
 
 

@@ -4,8 +4,8 @@ should be there.
 A closed stream is not a dead node: agents restart, and their workers train on. A node counts as
 lost when its heartbeats stop, when its stream stays closed too long, or when its stream is closed
 and other nodes have broken collectives. As long as a job with ranks there makes steps, it is only
-the agent that is missing, and a supervisor gets time to bring it back. If most nodes fall silent
-at once, the brain suspects itself first.
+the agent that is missing, and a supervisor gets time to bring it back. If many nodes fall silent
+at once, the brain suspects itself first: see suspicion.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from keepstep.orchestrator import (
     planned,
     slots,
     spares,
+    suspicion,
 )
 from keepstep.orchestrator.liveness import UNWATCHED_SECONDS_MAX
 from keepstep.orchestrator.state import (
@@ -40,8 +41,6 @@ from keepstep.wire import DropStandby, Fence, Hello, Order, StandbyFact, WorkerF
 
 SILENT_SETTLE_SECONDS = 0.25
 """Between the first sign of silence and the verdict: time to see whether all fall silent."""
-SELF_DOUBT_NODES_MIN = 2
-SELF_DOUBT_SECONDS_MAX = 15.0
 TERM_GRACE_SECONDS = 5.0
 """After a change of leader, or a freeze, agents have this long to come before their silence
 counts."""
@@ -99,6 +98,7 @@ def _register(turn: Turn, event: Hello, state: NodeState | None) -> None:
     state.boot, state.serial = event.boot, serial
     state.alive, state.linked, state.left = True, True, False
     state.silent_at = state.vouched_at = -1.0
+    state.doubted = False
     state.labels = dict(event.labels)
     cluster.doubtful.pop(event.node, None)
     turn.touched = True
@@ -281,36 +281,36 @@ def _trains(cluster: Cluster, user: Occupant) -> bool:
 def heard(turn: Turn, state: NodeState) -> None:
     """A message from a node that was taken for silent: it is not."""
     if state.silent_at >= 0:
-        state.silent_at = -1.0
+        state.silent_at, state.doubted = -1.0, False
         if state.linked:
             turn.cluster.doubtful.pop(state.node, None)
         turn.note(f"node {state.node} is heard again")
 
 
 def tick(turn: Turn) -> None:
-    """Give up the nodes whose time has come."""
+    """Give up the nodes whose time has come, unless their silence may be ours."""
     cluster = turn.cluster
-    if not cluster.doubtful:
+    if not cluster.doubtful and not cluster.self_doubt:
         return
-    due = []
-    for node in sorted(cluster.doubtful, key=natural):
-        why = _given_up(turn, cluster.nodes[node])
-        if why:
-            due.append((node, why))
-    if not due:
+    given_up = ((node, _given_up(turn, cluster.nodes[node])) for node in cluster.doubtful)
+    due = {node: why for node, why in given_up if why}
+    if not due and not cluster.self_doubt:
         return
-    if len(cluster.doubtful) > SELF_DOUBT_NODES_MIN:
-        alive = sum(1 for state in cluster.nodes.values() if state.alive)
-        since = min(cluster.doubtful.values())
-        if 2 * len(cluster.doubtful) > alive and turn.now < since + SELF_DOUBT_SECONDS_MAX:
-            # So many at once: the fault is more likely ours, or between them and us.
-            return
-    for node, why in due:
+    doubted = suspicion.doubted(turn)
+    in_doubt = sorted(doubted & due.keys())
+    # All of it before anybody is lost: the first loss would explain away what speaks against two.
+    proof = suspicion.evidence(cluster, in_doubt, turn.now)
+    suspicion.tell(turn, [node for node in in_doubt if node not in proof], doubted)
+    for node in sorted(due, key=natural):
+        if node in doubted and node not in proof:
+            continue
         if cluster.nodes[node].alive:
-            lose(turn, node, why)
+            lose(turn, node, f"{due[node]}, and {proof[node]}" if node in proof else due[node])
 
 
 def _given_up(turn: Turn, state: NodeState) -> str:
+    if state.silent_at < 0 and (state.linked or turn.now < state.unlinked_at):
+        return ""
     jobs = [turn.cluster.jobs[name] for name in sorted({u.job for u in state.uses.values()})]
     policies = [job.spec.policy for job in jobs if not job.state.over] or [Policy()]
     silent_seconds_max = min(p.silent_seconds_max for p in policies)
@@ -344,6 +344,7 @@ def lose(turn: Turn, node: NodeId, why: str) -> None:
     state.left = not state.linked and all(user.rank < 0 or user.fenced for _, user in users)
     state.alive, state.linked = False, False
     state.silent_at = state.vouched_at = -1.0
+    state.doubted = False
     cluster.doubtful.pop(node, None)
     state.uses = {}
     if not state.drained and not state.left:
@@ -377,7 +378,9 @@ def _forget_missing(job: Job, users: list[tuple[int, Occupant]]) -> None:
 def term_began(turn: Turn) -> None:
     """A new leader has no streams yet; agents come to it. What is under way is told again."""
     cluster = turn.cluster
-    give_grace(turn, [node for node, state in cluster.nodes.items() if state.alive])
+    believed = [node for node, state in cluster.nodes.items() if state.alive]
+    cluster.led_at = turn.now if believed else -1.0
+    give_grace(turn, believed)
     for name in cluster.open_jobs:
         job = cluster.jobs[name]
         budgets.spare(job, turn.now + TERM_GRACE_SECONDS)

@@ -301,6 +301,7 @@ def _answers() -> dict[str, Schema]:
                 "taints": _list(_ref("Taint")),
                 "loans": _list(_ref("Loan")),
                 "frozen": _or_null(_record({"why": STRING, "since": NUMBER})),
+                "self_doubt": _or_null(_record({"why": STRING, "since": NUMBER})),
                 "connected": _list(STRING),
                 "pulses": _list(schema_of(wire.Heartbeat, asked=False)),
                 "paces": _map(schema_of(shown.Pace, asked=False)),

@@ -27,6 +27,7 @@ from keepstep.model import (
 )
 from keepstep.orchestrator import (
     launch,
+    limits,
     orders,
     placing,
     policy,
@@ -183,16 +184,20 @@ def begin(turn: Turn, job: Job) -> None:
     # Of each portion somebody has to stay: the others get their state from those who do.
     first = sorted(job.leaving, key=lambda rank: (not job.leaving[rank].urgent, rank))
     _tell_alone(turn, job)
-    ranks = portions.leavable(job, first)
+    ranks = limits.first_ones(turn, job, portions.leavable(job, first))
     chosen = _choose(turn, job, sorted(ranks))
     left = [rank for rank in first if rank not in ranks]
     if not chosen and left:
         # Who stays was not to stay for ever because another one waits for a place.
-        chosen = _choose(turn, job, sorted(portions.leavable(job, left)))
+        others = limits.first_ones(turn, job, portions.leavable(job, left))
+        chosen = _choose(turn, job, sorted(others))
     if not policy.acts(job):
         _only_tell(turn, job, chosen)
         return
     if not chosen:
+        limits.let_go(turn, job)
+        return
+    if _waits_its_turn(turn, job, chosen):
         return
     launch.open_incident(turn, job)
     name = MigrationId(f"m{turn.cluster.next()}")
@@ -211,6 +216,17 @@ def begin(turn: Turn, job: Job) -> None:
     why = job.leaving[min(chosen)].why
     turn.note(f"planned ({why}): warming {moved}; training goes on", job)
     orders.tell(turn, job)
+
+
+def _waits_its_turn(turn: Turn, job: Job, chosen: Iterable[Rank]) -> bool:
+    """Too many others are on the move: the wish stays, and says so."""
+    waits = limits.planned_must_wait(turn, job)
+    told = [rank for rank in chosen if waits and job.leaving[rank].waits != waits]
+    for rank in told:
+        job.leaving[rank] = replace(job.leaving[rank], waits=waits)
+    if told:
+        turn.note(f"rank {', '.join(map(str, told[:8]))} waits for its turn: {waits}", job)
+    return bool(waits)
 
 
 def _only_tell(turn: Turn, job: Job, chosen: dict[Rank, placing.Choice]) -> None:

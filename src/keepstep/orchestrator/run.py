@@ -184,7 +184,7 @@ class Orchestrator:
 
     def _begin_term(self) -> None:
         self._log("term.began", term=self.term)
-        self._handle([Waiting(events.TermBegan(self.term))])
+        self._handle([Waiting(events.TermBegan(self.term, self._config.migrations_max))])
         # Nobody is connected yet. Each node that the cluster believes in gets one full period.
         now = self._clock.monotonic()
         believed = [node.node for node in self.cluster.nodes.values() if node.alive]

@@ -47,7 +47,8 @@ def wanting(job: Job) -> list[Seat]:
     return [
         now.seats[rank]
         for rank, leave in sorted(job.leaving.items())
-        if leave.waits and not leave.to
+        # Who waits for its turn has a place in view: nobody has to make room for it.
+        if leave.waits and not leave.to and job.turn_at < 0
     ]
 
 

@@ -77,6 +77,8 @@ class NodeState:
     unlinked_at: float = 0.0
     silent_at: float = -1.0
     """When the heartbeats stopped; -1 while they come."""
+    doubted: bool = False
+    """It fell silent with many others: its silence is put down to ourselves until it is heard."""
     vouched_at: float = -1.0
     """When a job's steps last proved its ranks well, while its agent was not heard; -1: never."""
     store_good: bool = True
@@ -317,6 +319,8 @@ class Job:
     incarnations: dict[Rank, int] = field(default_factory=dict)
     """The highest that a rank ever had, if its present worker has a lower one."""
     leaving: dict[Rank, Leave] = field(default_factory=dict)
+    turn_at: float = -1.0
+    """Since when it waits for its turn, because too many others migrate; -1: it does not."""
     leave_at: float = 0.0
     """Before this moment no planned move begins: the last one failed."""
     moves_failed: int = 0
@@ -390,6 +394,13 @@ class Cluster:
     frozen: str = ""
     """Why nothing is decided at present; empty: things are."""
     frozen_at: float = 0.0
+    led_at: float = -1.0
+    """When the present leader took over nodes of another; -1: there was nobody to take over."""
+    self_doubt: str = ""
+    """Why silence is put down to ourselves at present; empty: it is not."""
+    self_doubt_at: float = 0.0
+    migrations_max: int = 0
+    """Jobs that may be moved at once, by the leader's settings; 0: any number."""
     jobs: dict[JobId, Job] = field(default_factory=dict)
     open_jobs: tuple[JobId, ...] = ()
     taints: dict[str, tuple[Taint, ...]] = field(default_factory=dict)

@@ -35,6 +35,9 @@ def describe(
     return {
         "term": cluster.term,
         "frozen": {"why": cluster.frozen, "since": cluster.frozen_at} if cluster.frozen else None,
+        "self_doubt": {"why": cluster.self_doubt, "since": cluster.self_doubt_at}
+        if cluster.self_doubt
+        else None,
         "jobs": {name: job_view(cluster, job, now) for name, job in sorted(cluster.jobs.items())},
         "paces": {
             str(name): codec.to_plain(shown.pace(job, pulses.get(name, ())))

@@ -1,0 +1,267 @@
+"""We suspect ourselves before we give up many nodes, or any node right after taking the lead."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep import wire
+from keepstep.model import JobId, JobSpec, JobState, NodeId, Phase, Rank, Severity, Sign, Term
+from keepstep.orchestrator import brain, events, portions, state, suspicion, view
+from keepstep.orchestrator.turn import Turn
+
+JOB = JobId("train")
+
+
+def cluster_of(nodes: int, seats: int, spares: int = 1) -> state.Cluster:
+    cluster = state.new_cluster("test")
+    for i in range(nodes):
+        step(cluster, wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b"), 0.0)
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=seats, spares=spares)), 0.0)
+    report(cluster, Phase.RESUME, 1, 1.0)
+    assert cluster.jobs[JOB].state is JobState.RUNNING
+    return cluster
+
+
+def step(cluster: state.Cluster, event: events.Event, now: float) -> brain.Decision:
+    return brain.step(cluster, event, now)
+
+
+def report(cluster: state.Cluster, phase: Phase, at: int, now: float, without: int = -1) -> None:
+    job = cluster.jobs[JOB]
+    assert job.roster is not None
+    world = portions.of_all(len(job.roster.seats))
+    for seat in job.roster.seats:
+        if seat.rank != without:
+            told = wire.SeatReport(
+                seat.rank, at, True, {world: "d"}, entries=(at,), step=at, step_seconds=0.5
+            )
+            message = wire.PhaseReport(seat.node, JOB, job.generation, phase, (told,))
+            step(cluster, message, now)
+
+
+def silence(cluster: state.Cluster, count: int, now: float, apart: float = 0.0) -> None:
+    for i in range(count):
+        step(cluster, events.NodeSilent(NodeId(f"n{i}")), now + i * apart)
+
+
+def observed(cluster: state.Cluster, rank: int, sign: Sign) -> wire.Observed:
+    job = cluster.jobs[JOB]
+    assert job.roster is not None
+    seat = job.roster.seats[rank]
+    return wire.Observed(
+        seat.node, JOB, sign, seat.rank, seat.incarnation, job.generation, 5, detail="reset"
+    )
+
+
+def lost(cluster: state.Cluster) -> int:
+    return sum(1 for node in cluster.nodes.values() if not node.alive)
+
+
+@pytest.mark.parametrize(("nodes", "silent"), [(2, 1), (4, 1), (4, 2), (10, 2), (40, 4)])
+def test_a_few_silent_nodes_are_given_up_at_once_whatever_the_cluster(nodes: int, silent: int):
+    cluster = cluster_of(nodes, seats=nodes)
+    silence(cluster, silent, 10.0)
+    step(cluster, events.Tick(), 10.3)
+    assert lost(cluster) == silent
+    assert not cluster.self_doubt
+
+
+@pytest.mark.parametrize(("nodes", "silent"), [(4, 3), (10, 3), (40, 5), (100, 11), (100, 100)])
+def test_if_over_a_tenth_fall_silent_at_once_nobody_is_fenced_however_long_it_lasts(
+    nodes: int, silent: int
+):
+    cluster = cluster_of(nodes, seats=nodes)
+    silence(cluster, silent, 10.0)
+    told = [step(cluster, events.Tick(), 10.3 + i) for i in range(0, 3000, 97)]
+    share = f"{100 * silent / nodes:.0f} % of nodes fell silent within 5 s"
+    assert told[0].why == f"{share}: we suspect ourselves; waiting for second evidence"
+    assert not any(decision.changed for decision in told[1:]), "it is said once"
+    assert not any(decision.orders for decision in told)
+    assert lost(cluster) == 0
+    assert view.describe(cluster)["self_doubt"]["since"] == 10.3
+    for i in range(silent):
+        step(cluster, wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b", _there(cluster, i)), 4e3)
+    assert "do not suspect ourselves any more" in step(cluster, events.Tick(), 4e3).why
+    assert view.describe(cluster)["self_doubt"] is None
+    assert cluster.jobs[JOB].generation == 1, "and nothing happened"
+
+
+def _there(cluster: state.Cluster, rank: int) -> tuple[wire.WorkerFact, ...]:
+    job = cluster.jobs[JOB]
+    return (wire.WorkerFact(JOB, Rank(rank), 0, 0, job.generation),)
+
+
+def test_those_who_fall_silent_one_after_another_are_not_put_down_to_ourselves():
+    cluster = cluster_of(100, seats=100)
+    for i in range(12):
+        step(cluster, events.NodeSilent(NodeId(f"n{i}")), 10.0 + i)
+        step(cluster, events.NodeVouched(NodeId(f"n{i}")), 10.0 + i)
+    assert suspicion.doubted(Turn(cluster, 22.0)) == frozenset()
+
+
+def test_only_those_in_the_crowded_window_are_doubted():
+    cluster = cluster_of(100, seats=100)
+    step(cluster, events.NodeSilent(NodeId("n99")), 2.0)
+    silence(cluster, 12, 10.0, apart=0.1)
+    doubted = suspicion.doubted(Turn(cluster, 12.0))
+    assert doubted == {f"n{i}" for i in range(12)}
+
+
+def test_the_last_ones_of_many_stay_doubted_when_the_others_are_heard_or_given_up():
+    cluster = cluster_of(40, seats=36, spares=0)
+    silence(cluster, 5, 10.0)
+    for i in (36, 37):
+        step(cluster, events.NodeSilent(NodeId(f"n{i}")), 10.0)
+    step(cluster, events.Tick(), 10.3)
+    for i in range(3):
+        back = wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b", _there(cluster, i))
+        step(cluster, back, 12.0)
+    for i in range(30):
+        step(cluster, events.Tick(), 13.0 + i)
+    gone = [name for name, node in cluster.nodes.items() if not node.alive]
+    assert gone == ["n36", "n37"], "nobody is fenced by giving up those without a seat"
+    assert cluster.self_doubt
+
+
+@pytest.mark.parametrize("kind", ["broken", "stalled", "tainted"])
+def test_second_evidence_ends_the_doubt_for_real_losses(kind: str):
+    cluster = cluster_of(40, seats=36, spares=4)
+    silence(cluster, 5, 10.0)
+    step(cluster, events.Tick(), 10.3)
+    assert lost(cluster) == 0
+    if kind == "broken":
+        step(cluster, observed(cluster, 20, Sign.BROKEN), 10.4)
+        step(cluster, events.Tick(), 10.5)
+        assert lost(cluster) == 0, "somebody may turn out to be dead"
+    elif kind == "stalled":
+        fact = wire.StallFact(Rank(20), 0, 5, 3, False)
+        stalled = wire.Stalled(NodeId("n20"), JOB, cluster.jobs[JOB].generation, (fact,), 4.0)
+        step(cluster, stalled, 10.9)
+    else:
+        for i in range(5):
+            taint = events.TaintAsked(NodeId(f"n{i}"), "no power", Severity.IMMINENT)
+            step(cluster, taint, 10.9)
+    decision = step(cluster, events.Tick(), 11.0)
+    assert lost(cluster) == 5
+    assert "its heartbeats stopped, and " in decision.why
+    assert cluster.jobs[JOB].state in (JobState.MIGRATING, JobState.HELD)
+
+
+def test_a_death_that_explains_the_broken_collective_is_no_evidence_against_the_silent():
+    cluster = cluster_of(40, seats=36, spares=4)
+    silence(cluster, 5, 10.0)
+    step(cluster, events.Tick(), 10.3)
+    step(cluster, observed(cluster, 20, Sign.BROKEN), 10.4)
+    step(cluster, observed(cluster, 30, Sign.EXIT), 10.45)
+    for i in range(20):
+        step(cluster, events.Tick(), 11.0 + i)
+    assert lost(cluster) == 0
+
+
+def test_one_of_a_rack_that_falls_silent_later_is_lost_with_the_others():
+    cluster = cluster_of(40, seats=36, spares=6)
+    silence(cluster, 5, 10.0)
+    step(cluster, observed(cluster, 20, Sign.BROKEN), 10.0)
+    step(cluster, events.Tick(), 10.6)
+    assert lost(cluster) == 5
+    for i in range(5, 10):
+        step(cluster, events.NodeSilent(NodeId(f"n{i}")), 11.0)
+    decision = step(cluster, events.Tick(), 11.3)
+    assert lost(cluster) == 10
+    assert "train lost n0 at that time" in decision.why
+
+
+def test_a_collective_that_broke_before_the_silence_speaks_against_the_silent():
+    cluster = cluster_of(40, seats=36, spares=6)
+    step(cluster, observed(cluster, 20, Sign.BROKEN), 7.0)
+    step(cluster, events.Tick(), 9.1)
+    assert cluster.jobs[JOB].generation == 2, "formed anew: nobody was to blame yet"
+    silence(cluster, 5, 10.0)
+    decision = step(cluster, events.Tick(), 10.3)
+    assert lost(cluster) == 5
+    assert "broke at that time, and nobody else is to blame" in decision.why
+
+
+def test_within_30_s_of_taking_the_lead_one_silent_node_needs_evidence_too():
+    cluster = cluster_of(4, seats=3)
+    step(cluster, events.TermBegan(Term(2)), 100.0)
+    for i in (0, 2, 3):
+        back = wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b", _there(cluster, i)[: i < 3])
+        step(cluster, back, 101.0)
+    waits = step(cluster, events.Tick(), 109.0)
+    assert "n1 fell silent within 30 s of our taking the lead" in waits.why
+    assert lost(cluster) == 0
+    step(cluster, observed(cluster, 2, Sign.BROKEN), 110.0)
+    step(cluster, events.Tick(), 110.6)
+    assert lost(cluster) == 1
+
+
+def test_30_s_after_taking_the_lead_who_did_not_come_back_is_lost():
+    cluster = cluster_of(4, seats=3)
+    step(cluster, events.TermBegan(Term(2)), 100.0)
+    for i in (0, 2, 3):
+        back = wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b", _there(cluster, i)[: i < 3])
+        step(cluster, back, 101.0)
+    step(cluster, events.Tick(), 129.9)
+    assert lost(cluster) == 0
+    step(cluster, events.Tick(), 130.1)
+    assert lost(cluster) == 1
+
+
+def test_the_first_leader_of_an_empty_cluster_took_nobody_over():
+    cluster = state.new_cluster("test")
+    step(cluster, events.TermBegan(Term(1)), 0.0)
+    for i in range(3):
+        step(cluster, wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b"), 1.0)
+    step(cluster, events.NodeSilent(NodeId("n0")), 5.0)
+    step(cluster, events.Tick(), 5.3)
+    assert lost(cluster) == 1
+
+
+def test_silent_nodes_without_a_seat_are_given_up_without_evidence_but_later():
+    cluster = cluster_of(40, seats=10, spares=0)
+    for i in range(30, 40):
+        step(cluster, events.LinkLost(NodeId(f"n{i}")), 10.0)
+    step(cluster, events.Tick(), 14.0)
+    assert lost(cluster) == 0
+    decision = step(cluster, events.Tick(), 25.1)
+    assert lost(cluster) == 10
+    assert "has left" in decision.why
+    step(cluster, events.Tick(), 25.2)
+    assert not cluster.self_doubt
+
+
+def test_ranks_whose_nodes_we_cannot_hear_are_not_blamed_for_a_late_phase():
+    cluster = cluster_of(40, seats=36, spares=4)
+    job = cluster.jobs[JOB]
+    step(cluster, observed(cluster, 20, Sign.EXIT), 10.0)
+    assert job.migration is not None
+    silence(cluster, 5, 10.1)
+    step(cluster, events.Tick(), 10.4)
+    assert job.roster is not None
+    for seat in job.roster.seats[5:]:
+        told = wire.SeatReport(seat.rank, 5, True, {"0-35": "d"}, entries=(5,), step_seconds=0.5)
+        message = wire.PhaseReport(seat.node, JOB, job.generation, Phase.QUIESCE, (told,))
+        step(cluster, message, 10.5)
+    for i in range(11, 500, 3):
+        step(cluster, events.Tick(), float(i))
+    assert (job.generation, job.migration.fences, lost(cluster)) == (2, {}, 0)
+    assert brain.due(cluster) is None, "nothing spins meanwhile"
+    step(cluster, events.Tick(), 10.0 + job.spec.policy.hold_seconds_max)
+    assert set(job.migration.fences) == {0, 1, 2, 3, 4}, "not for ever: the others wait"
+
+
+def test_a_rank_that_we_can_hear_is_blamed_even_while_we_doubt_ourselves():
+    cluster = cluster_of(40, seats=36, spares=4)
+    job = cluster.jobs[JOB]
+    step(cluster, observed(cluster, 20, Sign.EXIT), 10.0)
+    silence(cluster, 5, 10.1)
+    step(cluster, events.Tick(), 10.4)
+    assert job.roster is not None
+    for seat in job.roster.seats[6:]:
+        told = wire.SeatReport(seat.rank, 5, True, {"0-35": "d"}, entries=(5,), step_seconds=0.5)
+        message = wire.PhaseReport(seat.node, JOB, job.generation, Phase.QUIESCE, (told,))
+        step(cluster, message, 10.5)
+    step(cluster, events.Tick(), 20.0)
+    assert job.migration is not None
+    assert set(job.migration.fences) == {5}
