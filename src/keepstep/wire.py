@@ -193,6 +193,9 @@ class SeatReport:
     """Why the phase could not be done on this rank; empty when all is well."""
     covers: tuple[Cover, ...] = ()
     """What it can rebuild of others, in QUIESCE and RESUME."""
+    alike: str = ""
+    """Ranks of which all of this is true, its own among them, named as a portion's holders are;
+    empty: it speaks for itself. Nobody with a problem, a cover or business of its own is alike."""
     unsynced: tuple[str, ...] = ()
     """Portions that its update has changed in part: what other ranks updated has yet to come."""
 

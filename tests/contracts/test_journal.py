@@ -9,6 +9,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from keepstep.chaos.fleet_journal import MemoryJournal
 from keepstep.errors import Deposed, Permanent
 from keepstep.model import JobId, Term
 from keepstep.orchestrator.journal import (
@@ -66,8 +67,18 @@ def postgres_store(request: pytest.FixtureRequest) -> Store:
     return Store(lambda: PostgresJournal(url), tamper)
 
 
+def memory_store(request: pytest.FixtureRequest) -> Store:
+    journal = MemoryJournal()
+
+    def tamper(statement: str) -> None:
+        pytest.skip("nobody else reaches a process's own memory")
+
+    return Store(lambda: journal, tamper)
+
+
 @pytest.fixture(
     params=[
+        pytest.param(memory_store, id="memory"),
         pytest.param(sqlite_store, id="sqlite"),
         pytest.param(postgres_store, id="postgres", marks=pytest.mark.postgres),
     ]

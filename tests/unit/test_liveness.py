@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
 from keepstep.model import Generation, JobId, NodeId
 from keepstep.orchestrator.liveness import (
+    Liveness,
     Witness,
     beat_seconds,
     last_known,
@@ -39,6 +42,15 @@ def test_if_most_fall_silent_at_once_we_suspect_ourselves_for_one_more_period():
 def test_a_lost_rack_of_a_large_cluster_is_no_doubt_of_ours():
     cluster = {NodeId(f"n{i}"): 0.0 if i < 10 else 4.0 for i in range(100)}
     assert len(silent_nodes(cluster, 4.0, 3.5)) == 10
+
+
+def test_who_falls_silent_brings_the_number_of_those_who_are_about_to():
+    at = {NodeId(f"n{i}"): 0.04 * i for i in range(10)}
+    alive = Liveness(last_heard={**at, NodeId("well"): 3.5}, heartbeats={})
+    assert alive.fall_silent(3.5, 3.5) == []
+    assert alive.fall_silent(3.55, 3.5) == [("n0", 3.55, 9), ("n1", pytest.approx(3.51), 9)]
+    assert "n0" not in alive.last_heard
+    assert len(alive.fall_silent(3.9, 3.5)) == 8
 
 
 def test_ordinary_jitter_is_not_lateness_but_starvation_is():

@@ -99,6 +99,24 @@ def test_those_who_fall_silent_one_after_another_are_not_put_down_to_ourselves()
     assert suspicion.doubted(Turn(cluster, 22.0)) == frozenset()
 
 
+def test_the_first_of_many_is_not_given_up_before_the_others_are_missed():
+    """Heartbeats come every half second: of many that fall silent at once some are missed first."""
+    cluster = cluster_of(100, seats=100)
+    for i in range(5):
+        step(cluster, events.NodeSilent(NodeId(f"n{i}"), crowd=20), 10.0)
+    step(cluster, events.Tick(), 10.3)
+    assert lost(cluster) == 0
+    assert "we suspect ourselves" in cluster.self_doubt
+
+
+def test_a_crowd_of_a_tenth_is_none_of_ours():
+    cluster = cluster_of(100, seats=100)
+    for i in range(5):
+        step(cluster, events.NodeSilent(NodeId(f"n{i}"), crowd=9), 10.0)
+    step(cluster, events.Tick(), 10.3)
+    assert lost(cluster) == 5
+
+
 def test_only_those_in_the_crowded_window_are_doubted():
     cluster = cluster_of(100, seats=100)
     step(cluster, events.NodeSilent(NodeId("n99")), 2.0)

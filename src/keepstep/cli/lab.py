@@ -1,7 +1,8 @@
 """`keepstep lab`: experiments on a cluster of your own making. Never touches anybody's job.
 
 keepstep lab chaos      a real job under real faults, compared bit for bit with a fault-free run
-keepstep lab simulate   the real brain under a virtual clock and a hostile network
+keepstep lab simulate   the real brain under a virtual clock: small clusters and a hostile network,
+                        or with --gpus a month of a whole fleet
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from keepstep import sabotage
 from keepstep.chaos.faults import PARALLEL
+from keepstep.errors import ConfigError
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -82,18 +84,61 @@ def run_chaos(asked: argparse.Namespace) -> int:
 
 def _add_simulate(inner: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     simulate = inner.add_parser("simulate", help="the real brain under a virtual clock")
-    simulate.add_argument("--seeds", type=int, default=100, metavar="N", help="runs (default 100)")
-    simulate.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed")
+    small = simulate.add_argument_group("small clusters, message by message (the default)")
+    small.add_argument("--seeds", type=int, metavar="N", help="runs (default 100)")
+    small.add_argument("--first", type=int, metavar="SEED", help="the first seed (default 0)")
+    fleet = simulate.add_argument_group("a month of a whole fleet, beside checkpoint-restart")
+    option = fleet.add_argument
+    option("--gpus", type=int, metavar="N", help="of the fleet, like 100000")
+    option("--days", type=float, metavar="N", help="virtual days (default 30)")
+    option("--mttf", metavar="T", help="time between failures (default 7.9h@1024), scaled")
+    option("--seed", type=int, help="the same seed gives the same month")
+    option(
+        "--checkpoint-minutes",
+        type=float,
+        metavar="N",
+        help="of the comparison; default: each job's best",
+    )
     simulate.set_defaults(run=run_simulate)
 
 
 def run_simulate(asked: argparse.Namespace) -> int:
+    wants_fleet = [
+        name
+        for name in ("days", "mttf", "seed", "checkpoint_minutes")
+        if getattr(asked, name) is not None
+    ]
+    if asked.gpus is not None:
+        if asked.seeds is not None or asked.first is not None:
+            raise ConfigError("--seeds and --first are for small clusters; leave out --gpus")
+        return _run_fleet(asked)
+    if wants_fleet:
+        option = wants_fleet[0].replace("_", "-")
+        raise ConfigError(f"--{option} is for a fleet; say how large it is with --gpus")
     from keepstep.chaos import simulate
 
     try:
-        summary = simulate.run_seeds(asked.first, asked.seeds)
+        summary = simulate.run_seeds(asked.first or 0, 100 if asked.seeds is None else asked.seeds)
     except simulate.Violation as error:
         print(error)
         return 1
     print("\n".join(summary.lines()))
     return 0
+
+
+def _run_fleet(asked: argparse.Namespace) -> int:
+    from keepstep.chaos import fleet, fleet_report
+    from keepstep.chaos.fleet_setting import Plan, read_mttf
+
+    hours, gpus = read_mttf(asked.mttf or "7.9h@1024")
+    plan = Plan(
+        asked.gpus,
+        30.0 if asked.days is None else asked.days,
+        hours,
+        gpus,
+        secrets.randbelow(1_000_000) if asked.seed is None else asked.seed,
+    )
+    minutes = asked.checkpoint_minutes or 0.0
+    month = fleet.run_month(plan, interval_seconds=60.0 * minutes)
+    print("\n".join(fleet_report.lines(month)))
+    return 1 if month.broken else 0

@@ -113,9 +113,10 @@ def due(cluster: Cluster) -> float | None:
     moments: list[float] = []
     for name in cluster.open_jobs:
         job = cluster.jobs[name]
-        if policy.stands_still(cluster, job):
+        if cluster.frozen and policy.stands_still(cluster, job):
             continue
-        moments += job.missing.values()
+        if job.missing:
+            moments += job.missing.values()
         if job.migration is not None and job.turn_at < 0 and not cluster.self_doubt:
             moments.append(migration.deadline(job))
             if job.migration.phase is Phase.ALLOCATE:
@@ -159,7 +160,7 @@ def _dispatch(turn: Turn, event: Event) -> None:
             if turn.touched:
                 _tick(turn, Tick())
         case NodeSilent():
-            nodes.silent(turn, event.node)
+            nodes.silent(turn, event)
         case NodeVouched():
             nodes.vouched(turn, event.node)
         case LinkLost():
@@ -505,9 +506,12 @@ def _use_room(turn: Turn) -> None:
     """Held jobs first, then those with ranks that shall move, then waiting ones, then standbys."""
     if turn.cluster.frozen:
         return
-    jobs = [turn.cluster.jobs[name] for name in turn.cluster.open_jobs]
+    cluster = turn.cluster
+    jobs = [job for job in map(cluster.jobs.__getitem__, cluster.open_jobs) if _wants_room(job)]
+    if not jobs:
+        return
     jobs.sort(key=lambda job: (-job.spec.priority, job.spec.job))
-    first = seating.allocating(turn.cluster)
+    first = seating.allocating(cluster)
     for job in jobs:
         if first is not None and job.spec.priority < first:
             break
@@ -517,9 +521,22 @@ def _use_room(turn: Turn) -> None:
             migration.step(turn, job, Room())
             planned.begin(turn, job)
     launch.start_waiting(turn)
-    first = seating.allocating(turn.cluster)
-    for job in jobs:
+    first = seating.allocating(cluster)
+    few = [job for job in map(cluster.jobs.__getitem__, cluster.open_jobs) if _few_standbys(job)]
+    for job in sorted(few, key=lambda job: (-job.spec.priority, job.spec.job)):
         if job.state.over or (first is not None and job.spec.priority <= first):
             continue
         if job.migration is None or job.migration.purpose == "start":
             spares.refill(turn, job)
+
+
+def _wants_room(job: Job) -> bool:
+    """Whether more room could change anything for a job: with most of them all is well."""
+    moving = job.migration
+    held = moving is not None and moving.phase in (Phase.HOLD, Phase.FALLBACK)
+    waits = job.state in (JobState.WAITING, JobState.PARKED)
+    return held or waits or bool(job.leaving) or _few_standbys(job)
+
+
+def _few_standbys(job: Job) -> bool:
+    return len(job.standbys) < job.spec.spares

@@ -18,7 +18,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.model import NodeId, Phase, Rank, Sign
-from keepstep.orchestrator import policy, portions
+from keepstep.orchestrator import alike, policy, portions
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import Cause, Job, Migration, in_migration
 from keepstep.wire import SeatReport
@@ -105,7 +105,7 @@ def learn(job: Job) -> None:
     """All have reported: this is the job's pace now, and this is what its links carry."""
     migration = job.migration
     assert migration is not None
-    reports = migration.reports.values()
+    reports = alike.distinct(migration.reports.values())
     slowest = max((report.step_seconds for report in reports), default=0.0)
     # After a live migration the joiner's first step, which may compile, says nothing new.
     if slowest and (migration.phase is not Phase.RESUME or migration.cold):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from keepstep.model import Phase, Rank
-from keepstep.orchestrator import launch, orders
+from keepstep.orchestrator import alike, launch, orders
 from keepstep.orchestrator.state import Job, Migration, in_migration
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import SeatReport
@@ -22,7 +22,10 @@ from keepstep.wire import SeatReport
 
 def behind(reports: Mapping[Rank, SeatReport]) -> tuple[int, tuple[Rank, ...]]:
     """The newest boundary, and who can still make the update that leads to it."""
-    newest = max((report.boundary for report in reports.values() if report.intact), default=-1)
+    said = alike.distinct(reports.values())
+    newest = max((report.boundary for report in said if report.intact), default=-1)
+    if not any(report.ready for report in said):
+        return newest, ()
     ready = (
         rank
         for rank, report in reports.items()

@@ -119,6 +119,8 @@ class NodeSilent:
     """A node's heartbeats stopped."""
 
     node: NodeId
+    crowd: int = 0
+    """Others whose heartbeats stopped within the same half second, or are about to count so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ They never order anything; they return a Fault, or None while there is nothing t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepstep.model import NodeId, Rank, Sign
@@ -65,21 +66,25 @@ def died(job: Job, cause: Cause) -> Fault:
     return Fault((cause,), why, dead=(cause.rank,))
 
 
-def node_lost(job: Job, node: NodeId, why: str) -> Fault:
-    """All seats of a job on a node are dead at once: one fault."""
+def nodes_lost(job: Job, lost: Mapping[NodeId, str]) -> Fault:
+    """All seats of a job on these nodes are dead at once: one fault."""
     assert job.roster is not None
     gone = job.migration.gone if job.migration else {}
-    ranks = tuple(
-        seat.rank
+    seats = [
+        seat
         for seat in job.roster.seats
-        if seat.node == node and seat.rank not in gone and seat.rank not in job.finished
-    )
+        if seat.node in lost and seat.rank not in gone and seat.rank not in job.finished
+    ]
     causes = tuple(
-        Cause(Sign.EXIT, rank, node, job.roster.seats[rank].incarnation, job.step, detail=why)
-        for rank in ranks
+        Cause(Sign.EXIT, seat.rank, seat.node, seat.incarnation, job.step, detail=lost[seat.node])
+        for seat in seats
     )
+    ranks = tuple(seat.rank for seat in seats)
     listed = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
-    return Fault(causes, f"node {node} is lost with ranks {listed} ({why})", dead=ranks)
+    nodes = list(lost)
+    named = ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
+    are = f"nodes {named} are" if len(nodes) > 1 else f"node {named} is"
+    return Fault(causes, f"{are} lost with ranks {listed} ({lost[nodes[0]]})", dead=ranks)
 
 
 def note_broken(job: Job, event: Observed, now: float) -> bool:

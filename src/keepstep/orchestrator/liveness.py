@@ -95,6 +95,20 @@ class Liveness:
         beat = self.heartbeats.get(node)
         return tuple(pulse.job for pulse in beat.jobs) if beat else ()
 
+    def fall_silent(self, now: float, silent_seconds_max: float) -> list[tuple[NodeId, float, int]]:
+        """Who is silent by now: since when, and how many others are about to be. Nobody waits for
+        their words any more."""
+        silent = silent_nodes(self.last_heard, now, silent_seconds_max, self.vouched)
+        crowd = 0
+        if silent:
+            pace = beat_seconds(len(self.last_heard), silent_seconds_max)
+            since = now - silent_seconds_max + pace
+            crowd = sum(1 for heard in self.last_heard.values() if heard < since) - 1
+        found = [(node, now - self.last_heard.pop(node), crowd) for node in silent]
+        for node in silent:
+            self.heartbeats.pop(node, None)
+        return found
+
     def hear(self, beat: Heartbeat, now: float) -> None:
         self.last_heard[beat.node] = now
         self.heartbeats[beat.node] = beat

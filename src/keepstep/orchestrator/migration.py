@@ -19,6 +19,7 @@ from typing import assert_never
 
 from keepstep.model import JobState, MigrationId, Phase, Rank, Sign
 from keepstep.orchestrator import (
+    alike,
     allocate,
     budgets,
     catching_up,
@@ -192,7 +193,7 @@ def _thawed(turn: Turn, job: Job) -> None:
         orders.tell(turn, job)
         allocate.if_ready(turn, job)
     elif migration.reports:
-        _weigh(turn, job, list(migration.reports.values()))
+        _weigh(turn, job, alike.distinct(migration.reports.values()))
 
 
 def _complete(turn: Turn, job: Job) -> None:
@@ -302,7 +303,7 @@ def _resume(turn: Turn, job: Job) -> None:
 
 def _done(turn: Turn, job: Job) -> None:
     migration, now = in_migration(job)
-    portions.settle(job, migration.reports.values())
+    portions.settle(job, alike.distinct(migration.reports.values()))
     launch.change_phase(turn, job, Phase.DONE)
     job.settled = (Settled(now, job.settled[0].serial),)
     job.begun, job.state, job.standby_losses = True, JobState.RUNNING, 0

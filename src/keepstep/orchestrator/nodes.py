@@ -10,7 +10,7 @@ at once, the brain suspects itself first: see suspicion.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from keepstep import sabotage
 from keepstep.model import JobId, Mode, NodeId, OrderId, Phase, Policy, Rank, Seat, Sign
@@ -25,6 +25,7 @@ from keepstep.orchestrator import (
     spares,
     suspicion,
 )
+from keepstep.orchestrator.events import NodeSilent
 from keepstep.orchestrator.liveness import UNWATCHED_SECONDS_MAX
 from keepstep.orchestrator.state import (
     Cause,
@@ -233,12 +234,14 @@ def link_lost(turn: Turn, node: NodeId) -> None:
     turn.note(f"the stream of {node} closed: its agent may be restarting")
 
 
-def silent(turn: Turn, node: NodeId) -> None:
+def silent(turn: Turn, event: NodeSilent) -> None:
+    node = event.node
     state = turn.cluster.nodes.get(node)
     if state is None or not state.alive or state.silent_at >= 0:
         turn.ignore(f"silence of {node} ignored: nothing was expected of it")
         return
     state.silent_at = turn.now
+    state.doubted = state.doubted or suspicion.too_many(turn.cluster, event.crowd + 1)
     turn.cluster.doubtful.setdefault(node, turn.now)
     turn.note(f"node {node} fell silent")
 
@@ -292,23 +295,32 @@ def tick(turn: Turn) -> None:
     cluster = turn.cluster
     if not cluster.doubtful and not cluster.self_doubt:
         return
-    given_up = ((node, _given_up(turn, cluster.nodes[node])) for node in cluster.doubtful)
-    due = {node: why for node, why in given_up if why}
-    if not due and not cluster.self_doubt:
+    due = _due(turn, SILENT_SETTLE_SECONDS)
+    if due:
+        # Who is silent by now goes with them: a rack is one fault, not one for each of its nodes.
+        due = _due(turn, 0.0)
+    elif not cluster.self_doubt:
         return
     doubted = suspicion.doubted(turn)
     in_doubt = sorted(doubted & due.keys())
     # All of it before anybody is lost: the first loss would explain away what speaks against two.
     proof = suspicion.evidence(cluster, in_doubt, turn.now)
     suspicion.tell(turn, [node for node in in_doubt if node not in proof], doubted)
+    lost = {}
     for node in sorted(due, key=natural):
-        if node in doubted and node not in proof:
-            continue
-        if cluster.nodes[node].alive:
-            lose(turn, node, f"{due[node]}, and {proof[node]}" if node in proof else due[node])
+        if node not in doubted or node in proof:
+            lost[node] = f"{due[node]}, and {proof[node]}" if node in proof else due[node]
+    lose_all(turn, lost)
 
 
-def _given_up(turn: Turn, state: NodeState) -> str:
+def _due(turn: Turn, settle_seconds: float) -> dict[NodeId, str]:
+    """The nodes whose time has come, and why."""
+    nodes = turn.cluster.nodes
+    found = ((node, _given_up(turn, nodes[node], settle_seconds)) for node in turn.cluster.doubtful)
+    return {node: why for node, why in found if why}
+
+
+def _given_up(turn: Turn, state: NodeState, settle_seconds: float) -> str:
     if state.silent_at < 0 and (state.linked or turn.now < state.unlinked_at):
         return ""
     jobs = [turn.cluster.jobs[name] for name in sorted({u.job for u in state.uses.values()})]
@@ -320,7 +332,7 @@ def _given_up(turn: Turn, state: NodeState) -> str:
     vouched_for = 0 <= state.vouched_at > turn.now - silent_seconds_max and (
         watched or only_observed
     )
-    if state.silent_at >= 0 and turn.now >= state.silent_at + SILENT_SETTLE_SECONDS:
+    if state.silent_at >= 0 and turn.now >= state.silent_at + settle_seconds:
         return "" if vouched_for else "its heartbeats stopped"
     if state.linked:
         return ""
@@ -335,7 +347,36 @@ def _given_up(turn: Turn, state: NodeState) -> str:
 
 
 def lose(turn: Turn, node: NodeId, why: str) -> None:
-    """A node and all on it are gone: per job one fault, whatever the number of ranks."""
+    """A node and all on it are gone."""
+    lose_all(turn, {node: why})
+
+
+def lose_all(turn: Turn, lost: Mapping[NodeId, str]) -> None:
+    """Nodes and all on them are gone: per job one fault, whatever the number of nodes and ranks."""
+    cluster = turn.cluster
+    hit: dict[JobId, dict[NodeId, str]] = {}
+    seated: set[JobId] = set()
+    for node, why in lost.items():
+        for slot, user in _take_out(turn, node, why):
+            hit.setdefault(user.job, {})[node] = why
+            if user.rank < 0:
+                cluster.jobs[user.job].standbys.pop(slot_key(node, slot), None)
+            elif not user.fenced:
+                seated.add(user.job)
+            if user.job in cluster.jobs:
+                cluster.jobs[user.job].missing.pop(Rank(user.rank), None)
+    for name, nodes in sorted(hit.items()):
+        job = cluster.jobs.get(name)
+        if job is None or job.state.over:
+            continue
+        in_vain = [planned.lose_node(turn, job, node) for node in nodes]
+        fault = incidents.nodes_lost(job, nodes)
+        if (name in seated and fault.dead) or any(in_vain):
+            observe.fault(turn, job, fault)
+
+
+def _take_out(turn: Turn, node: NodeId, why: str) -> list[tuple[int, Occupant]]:
+    """The node is no place any more; returns who was there."""
     cluster = turn.cluster
     state = cluster.nodes[node]
     users = sorted(state.uses.items())
@@ -351,28 +392,7 @@ def lose(turn: Turn, node: NodeId, why: str) -> None:
         homes.found_bad(state, turn.now)
     slots.index(cluster, state)
     turn.note(f"node {node} {'has left' if state.left else 'is lost'}: {why}")
-    names: dict[JobId, bool] = {}
-    for slot, user in users:
-        names.setdefault(user.job, False)
-        if user.rank < 0:
-            cluster.jobs[user.job].standbys.pop(slot_key(node, slot), None)
-        elif not user.fenced:
-            names[user.job] = True
-    for name, seated in sorted(names.items()):
-        job = cluster.jobs.get(name)
-        if job is None or job.state.over:
-            continue
-        _forget_missing(job, users)
-        in_vain = planned.lose_node(turn, job, node)
-        fault = incidents.node_lost(job, node, why)
-        if (seated and fault.dead) or in_vain:
-            observe.fault(turn, job, fault)
-
-
-def _forget_missing(job: Job, users: list[tuple[int, Occupant]]) -> None:
-    for _, user in users:
-        if user.job == job.spec.job:
-            job.missing.pop(Rank(user.rank), None)
+    return users
 
 
 def term_began(turn: Turn) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.model import TAINT_SECONDS, Rank, Sign
-from keepstep.orchestrator import homes, portions, roster
+from keepstep.orchestrator import alike, homes, portions, roster
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import (
     Cause,
@@ -28,10 +28,11 @@ REBUILT_SHARDS = 8
 
 def too_early(job: Job, migration: Migration) -> str:
     """Why nobody can have committed a step yet, or the empty string if somebody may have."""
-    at_first = [r for rank, r in migration.reports.items() if rank not in migration.joined]
-    if not job.begun and any(report.boundary < 0 for report in at_first):
-        return "some ranks had not reached their first step"
-    if any(report.unsettled for report in migration.reports.values()):
+    if not job.begun:
+        at_first = (r for rank, r in migration.reports.items() if rank not in migration.joined)
+        if any(report.boundary < 0 for report in at_first):
+            return "some ranks had not reached their first step"
+    if any(report.unsettled for report in alike.distinct(migration.reports.values())):
         return "the run is in its first steps and none of them is committed"
     return ""
 
@@ -47,10 +48,11 @@ def reform(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:
     """Who sends what to whom, and where private state is fetched."""
     migration, now = in_migration(job)
     reports = migration.reports
+    said = alike.distinct(reports.values())
     moves = roster.moves(verdict, reports, now.seats, migration.excluded)
     needy = roster.needy(verdict.boundary, reports)
     homes = roster.homes(needy, job.settled, turn.cluster.nodes)
-    size = max((report.state_bytes for report in reports.values()), default=0)
+    size = max((report.state_bytes for report in said), default=0)
     names = portions.listed(verdict.digests)
     held = portions.index(names, len(now.seats))
     busiest = roster.bytes_through_busiest(moves, size, lambda rank: len(held[rank]))
@@ -65,7 +67,7 @@ def reform(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:
         winners=verdict.winners,
         names=names,
         bytes_max=busiest,
-        groups_alike=roster.groups_alike(reports.values()),
+        groups_alike=roster.groups_alike(said),
     )
 
 
@@ -109,13 +111,16 @@ def unfit(job: Job, plan: Plan, taken: Sequence[SeatReport]) -> list[SeatReport]
     _, now = in_migration(job)
     held = portions.index(plan.names, len(now.seats))
     agreed = _agreed(job, plan)
-    return [
+    if len(agreed) > 1:
+        taken = [one for seat in taken for one in alike.apart(seat, len(now.seats))]
+    bad = [
         seat
         for seat in taken
         if seat.problem
         or any(_differs(seat, name, agreed) for name in held[seat.rank])
         or not agreed.keys() >= seat.digests.keys()
     ]
+    return [one for seat in bad for one in alike.apart(seat, len(now.seats))]
 
 
 def wrong(job: Job, plan: Plan, seat: SeatReport) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.model import NodeId, Phase, Rank
-from keepstep.orchestrator import catching_up
+from keepstep.orchestrator import alike, catching_up
 from keepstep.orchestrator.state import Job, in_migration
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import PhaseReport, SeatReport
@@ -14,7 +14,11 @@ def take(turn: Turn, job: Job, report: PhaseReport) -> list[SeatReport]:
     migration, now = in_migration(job)
     taken: list[SeatReport] = []
     for seat in report.seats:
-        known = 0 <= seat.rank < len(now.seats) and _place(job, seat.rank) == report.node
+        if seat.alike:
+            if not catching_up.still_before(migration, seat) and alike.take(job, report, seat):
+                taken.append(seat)
+            continue
+        known = 0 <= seat.rank < len(now.seats) and _speaks_for(job, report.node, seat.rank)
         if not known or seat.rank in migration.gone or seat.rank in migration.reports:
             continue
         if catching_up.still_before(migration, seat):
@@ -42,6 +46,14 @@ def progress(turn: Turn, job: Job, report: PhaseReport) -> None:
         turn.touched = True
         return
     turn.ignore(f"stale report of {report.phase} from {report.node} ignored in {migration.phase}")
+
+
+def _speaks_for(job: Job, node: NodeId, rank: Rank) -> bool:
+    """A node speaks for its own ranks, and the root of the agents' tree for all: see alike.py."""
+    migration, now = in_migration(job)
+    if migration.phase is not Phase.WARM and node == now.store_node:
+        return True
+    return _place(job, rank) == node
 
 
 def _place(job: Job, rank: Rank) -> NodeId | None:

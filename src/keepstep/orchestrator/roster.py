@@ -24,10 +24,12 @@ from keepstep.model import (
     Roster,
     Seat,
 )
-from keepstep.orchestrator import portions
+from keepstep.orchestrator import alike, portions
 from keepstep.orchestrator.state import NodeState, Settled
 from keepstep.wire import Home, SeatReport
 
+_Said = Sequence[tuple[SeatReport, Sequence[Rank]]]
+"""Reports, each with the ranks that share it: see alike.py."""
 STRIDES_TRIED_MAX = 64
 RACK_LABELS = ("rack", "switch", "nvlink_domain")
 """Labels of nodes that are lost together, the widest first."""
@@ -71,8 +73,11 @@ def build(
 
 def _shares(state: NodeState) -> str:
     """What a node is lost together with: its rack, as far as anybody said."""
-    labels = (name for name in RACK_LABELS if state.labels.get(name))
-    return next((f"{name}={state.labels[name]}" for name in labels), state.node)
+    labels = state.labels
+    for name in RACK_LABELS:
+        if value := labels.get(name):
+            return f"{name}={value}"
+    return state.node
 
 
 def mirror_stride(nodes: Sequence[NodeId], racks: Sequence[str] = ()) -> int:
@@ -87,6 +92,11 @@ def mirror_stride(nodes: Sequence[NodeId], racks: Sequence[str] = ()) -> int:
     own, rack = list(nodes), list(racks or nodes)
     # Ranks lie in blocks: the first rank of another rack is as far away as all have to look.
     other_rack = next((k for k in range(1, size) if rack[k] != rack[0]), 1)
+    if racks and rack[other_rack] != rack[0]:
+        # Any shorter stride leaves rank 0 in its own rack: the first that fits lies from here on.
+        for stride in range(other_rack, min(size, STRIDES_TRIED_MAX + 1)):
+            if not _collisions(rack, stride) and not _collisions(own, stride):
+                return stride
     best, fewest = 1, (size + 1, size + 1)
     for stride in (*range(1, min(size, STRIDES_TRIED_MAX + 1)), other_rack):
         if own[0] == own[stride] and fewest[0] == 0:
@@ -130,23 +140,24 @@ def judge(
 
     `known` are the portions that ranks told of when they last trained; not `told`: not all did.
     """
-    boundary = max((report.boundary for report in reports.values() if report.intact), default=-1)
+    said = alike.groups(reports)
+    boundary = max((report.boundary for report, _ in said if report.intact), default=-1)
     if boundary < 0:
         return _problem(-1, "no surviving rank holds whole state")
-    votes = _votes(reports, boundary)
+    votes = _votes(said, boundary)
     if not votes and not known:
         at_it = [
             r for r, report in reports.items() if report.intact and report.boundary == boundary
         ]
         votes = {portions.of_all(size): {"": at_it}}
-    halves = _halves(reports, boundary)
+    halves = _halves(said, boundary)
     names = sorted({*known, *votes, *halves})
     if why := _untold(reports, size, names, told=told):
         return _problem(boundary, why)
     digests: dict[str, str] = {}
     winners: dict[str, tuple[Rank, ...]] = {}
     corrupt: set[Rank] = set()
-    covers = _covers(reports, boundary)
+    covers = _covers(said, boundary)
     rebuilt, synced = set(), set()
     for name in names:
         found = votes.get(name, {})
@@ -179,24 +190,24 @@ def judge(
     )
 
 
-def _covers(reports: Mapping[Rank, SeatReport], boundary: int) -> dict[str, Rank]:
+def _covers(said: _Said, boundary: int) -> dict[str, Rank]:
     """Per portion: the mirror that can rebuild it at the boundary."""
     return {
-        cover.portion: rank
-        for rank, report in reports.items()
+        cover.portion: ranks[0]
+        for report, ranks in said
         for cover in report.covers
         # The mirror tells the target all that is no tensor, so it has to be there itself.
         if report.intact and report.boundary == boundary and cover.first <= boundary <= cover.last
     }
 
 
-def _halves(reports: Mapping[Rank, SeatReport], boundary: int) -> dict[str, list[Rank]]:
+def _halves(said: _Said, boundary: int) -> dict[str, list[Rank]]:
     """Per portion: who has made the update there, and lacks what others updated."""
     halves: dict[str, list[Rank]] = {}
-    for rank, report in reports.items():
+    for report, ranks in said:
         if report.unsynced and report.intact and report.boundary == boundary:
             for name in report.unsynced:
-                halves.setdefault(name, []).append(rank)
+                halves.setdefault(name, []).extend(ranks)
     return halves
 
 
@@ -204,20 +215,20 @@ def _problem(boundary: int, why: str) -> Verdict:
     return Verdict(boundary, {}, {}, (), why, problem=True)
 
 
-def _votes(reports: Mapping[Rank, SeatReport], boundary: int) -> dict[str, dict[str, list[Rank]]]:
+def _votes(said: _Said, boundary: int) -> dict[str, dict[str, list[Rank]]]:
     """Per portion: who at the boundary holds which digest of it."""
     votes: dict[str, dict[str, list[Rank]]] = {}
-    for rank, report in reports.items():
+    for report, ranks in said:
         if report.boundary == boundary and report.intact:
             for name, digest in report.digests.items():
                 found = votes.get(name)
                 if found is None:
                     found = votes[name] = {}
-                ranks = found.get(digest)
-                if ranks is None:
-                    found[digest] = [rank]
+                same = found.get(digest)
+                if same is None:
+                    found[digest] = list(ranks)
                 else:
-                    ranks.append(rank)
+                    same.extend(ranks)
     return votes
 
 
@@ -451,8 +462,9 @@ def needy(
     """Ranks whose private state at the boundary has to come from somewhere else."""
     wanting = [
         rank
-        for rank, report in reports.items()
+        for report, ranks in alike.groups(reports)
         if not (report.boundary == boundary and report.intact) and boundary not in report.entries
+        for rank in ranks
     ]
     return sorted({*wanting, *gone})
 

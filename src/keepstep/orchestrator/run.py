@@ -39,7 +39,6 @@ from keepstep.orchestrator.liveness import (
     look_seconds,
     own_lateness,
     quiet_nodes,
-    silent_nodes,
 )
 from keepstep.orchestrator.pulses import Frames, spread
 from keepstep.orchestrator.stepped import (
@@ -410,15 +409,12 @@ class Orchestrator:
             # Heartbeats lie unread behind what finds no room there, or we sent everybody away.
             self._alive.last_heard = dict.fromkeys(self._alive.last_heard, now)
             return
-        limit = self._silent_seconds_max()
-        for node in silent_nodes(self._alive.last_heard, now, limit, self._alive.vouched):
-            seconds = now - self._alive.last_heard.pop(node)
-            self._alive.heartbeats.pop(node, None)
+        for node, seconds, quiet in self._alive.fall_silent(now, self._silent_seconds_max()):
             self._log("node.silent", node=node, seconds=round(seconds, 3))
             # The stream may look open for minutes: whoever comes back must say Hello again.
             if stream := self._streams.pop(node, None):
                 stream.drop("silent")
-            await self._inbox.put(Waiting(events.NodeSilent(node)))
+            await self._inbox.put(Waiting(events.NodeSilent(node, quiet)))
 
     def _silent_seconds_max(self) -> float:
         return nodes.silent_seconds_max(self.cluster, self._config.silent_seconds_max)

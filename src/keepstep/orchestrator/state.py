@@ -14,6 +14,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from keepstep import codec
@@ -449,6 +450,7 @@ def in_migration(job: Job) -> tuple[Migration, Roster]:
     return job.migration, job.roster
 
 
+@lru_cache(maxsize=65_536)
 def natural(node: NodeId) -> tuple[str | int, ...]:
     """Sorts n2 before n10, as people read them."""
     return tuple(int(p) if p.isdigit() else p for p in re.split(r"(\d+)", node))

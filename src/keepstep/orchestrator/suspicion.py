@@ -56,12 +56,22 @@ def doubted(turn: Turn) -> frozenset[NodeId]:
     return frozenset(node for node in cluster.doubtful if cluster.nodes[node].doubted)
 
 
+def too_many(cluster: Cluster, silent: int) -> bool:
+    """Whether so many at once are more likely our own fault."""
+    return silent >= MASS_NODES_MIN and silent > _few(cluster)
+
+
+def _few(cluster: Cluster) -> int:
+    """As many as may fall silent at once without our doubting ourselves."""
+    alive = sum(1 for state in cluster.nodes.values() if state.alive)
+    return max(MASS_NODES_MIN - 1, int(alive * MASS_SHARE_MAX))
+
+
 def _crowd(cluster: Cluster) -> Collection[NodeId]:
     """Those of the silent nodes that fell silent within one window with too many others."""
     if len(cluster.doubtful) < MASS_NODES_MIN:
         return ()
-    alive = sum(1 for state in cluster.nodes.values() if state.alive)
-    few = max(MASS_NODES_MIN - 1, int(alive * MASS_SHARE_MAX))
+    few = _few(cluster)
     if len(cluster.doubtful) <= few:
         return ()
     moments = sorted(cluster.doubtful.values())

@@ -1,0 +1,77 @@
+"""One report for many ranks: what agents say of ranks that are all in the same state. Pure.
+
+A report with `alike` holds for all the ranks that it names. The brain keeps the one object under
+each of their numbers: what is asked about all ranks is then asked about a few distinct reports, and
+a phase of 16,384 ranks is one message from the root of the agents' tree. The root is the node where
+the generation meets: the brain itself has chosen it, and it has a seat of the job.
+
+Only what is well can be alike: a problem, a cover or a rank that is busy is somebody's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from keepstep import portion
+from keepstep.errors import WireError
+from keepstep.model import Phase, Rank
+from keepstep.orchestrator.state import Job, in_migration
+from keepstep.wire import PhaseReport, SeatReport
+
+
+def distinct(reports: Iterable[SeatReport]) -> list[SeatReport]:
+    """Each report once, however many ranks share it."""
+    return list({id(report): report for report in reports}.values())
+
+
+def groups(reports: Mapping[Rank, SeatReport]) -> list[tuple[SeatReport, list[Rank]]]:
+    """Each report with the ranks that share it."""
+    found: dict[int, tuple[SeatReport, list[Rank]]] = {}
+    for rank, report in reports.items():
+        known = found.get(id(report))
+        if known is None:
+            found[id(report)] = (report, [rank])
+        else:
+            known[1].append(rank)
+    return list(found.values())
+
+
+def apart(seat: SeatReport, size: int) -> list[SeatReport]:
+    """What was said of many, said of each."""
+    if not seat.alike:
+        return [seat]
+    return [replace(seat, rank=rank, alike="") for run in _runs(seat, size) for rank in run]
+
+
+def take(job: Job, report: PhaseReport, seat: SeatReport) -> bool:
+    """Keep one report for all the ranks that it names and that are waited for. False: for none."""
+    migration, now = in_migration(job)
+    if migration.phase is Phase.WARM or seat.problem or seat.covers or seat.busy_seconds > 0:
+        return False
+    said: dict[Rank, SeatReport] = {}
+    for run in _runs(seat, len(now.seats)):
+        said.update(dict.fromkeys(map(Rank, run), seat))
+    if report.node != now.store_node:
+        said = {rank: seat for rank in said if now.seats[rank].node == report.node}
+    for rank in migration.gone:
+        said.pop(rank, None)
+    if len(migration.reports) < len(said):
+        for rank in migration.reports:
+            said.pop(rank, None)
+    else:
+        said = {rank: seat for rank in said if rank not in migration.reports}
+    migration.reports.update(said)
+    for rank in tuple(migration.fresh):
+        if rank in said:
+            del migration.fresh[rank]
+    return bool(said)
+
+
+def _runs(seat: SeatReport, size: int) -> tuple[range, ...]:
+    """The ranks that it names; none, if there can be no such ranks."""
+    try:
+        runs = portion.runs_of(seat.alike)
+    except WireError:
+        return ()
+    return () if any(run[-1] >= size for run in runs) else runs
