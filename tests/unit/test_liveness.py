@@ -46,7 +46,8 @@ def test_a_lost_rack_of_a_large_cluster_is_no_doubt_of_ours():
 
 def test_who_falls_silent_brings_the_number_of_those_who_are_about_to():
     at = {NodeId(f"n{i}"): 0.04 * i for i in range(10)}
-    alive = Liveness(last_heard={**at, NodeId("well"): 3.5}, heartbeats={})
+    well = {NodeId(f"w{i}"): 3.5 for i in range(20)}
+    alive = Liveness(last_heard={**at, **well})
     assert alive.fall_silent(3.5, 3.5) == []
     assert alive.fall_silent(3.55, 3.5) == [("n0", 3.55, 9), ("n1", pytest.approx(3.51), 9)]
     assert "n0" not in alive.last_heard

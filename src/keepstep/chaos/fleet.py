@@ -31,6 +31,8 @@ CALM_SECONDS = 3 * 3600.0
 TICK_SECONDS_MIN = 0.1
 TICK_WAITING_SECONDS = 5.0
 """Between two ticks while somebody waits for something that has no moment of its own."""
+TICK_LEAVING_SECONDS = 60.0
+"""The same for room, which mostly comes with an event."""
 TICK_SECONDS_MAX = 1800.0
 AGAIN_SECONDS = 60.0
 """After which a job that left with a checkpoint is run again."""
@@ -130,19 +132,21 @@ class Fleet(Faults):
         if due is not None:
             left = due - leader.now(self.now)
             seconds = left + 0.001 if left > 0 else TICK_SECONDS_MIN
-        elif self._somebody_waits():
-            seconds = TICK_WAITING_SECONDS
+        else:
+            seconds = self._patience()
         moment = self.now + max(seconds, 0.02)
         if moment < self._tick_at - 1e-6:
             self._tick_at = moment
             self.later(moment - self.now, lambda: self._tick(moment))
 
-    def _somebody_waits(self) -> bool:
-        cluster = self.leader.cluster if self.leader else None
-        if cluster is None or cluster.self_doubt or cluster.doubtful:
-            return cluster is not None
-        jobs = (cluster.jobs[name] for name in cluster.open_jobs)
-        return any(job.turn_at >= 0 or job.leaving for job in jobs)
+    def _patience(self) -> float:
+        """Until the next tick, if nothing has a moment of its own."""
+        assert self.leader is not None
+        cluster = self.leader.cluster
+        jobs = [cluster.jobs[name] for name in cluster.open_jobs]
+        if cluster.self_doubt or cluster.doubtful or any(job.turn_at >= 0 for job in jobs):
+            return TICK_WAITING_SECONDS
+        return TICK_LEAVING_SECONDS if any(job.leaving for job in jobs) else TICK_SECONDS_MAX
 
     def _tick(self, moment: float) -> None:
         if moment != self._tick_at:

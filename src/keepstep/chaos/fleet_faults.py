@@ -28,8 +28,9 @@ from keepstep.chaos.fleet_setting import (
 from keepstep.chaos.fleet_world import World
 from keepstep.chaos.simulated_checks import Violation
 from keepstep.errors import Deposed
-from keepstep.model import JobId, NodeId, Rank, Severity, Sign
+from keepstep.model import JobId, Rank, Severity, Sign
 from keepstep.orchestrator import events
+from keepstep.orchestrator.liveness import VOUCH_STEPS
 from keepstep.orchestrator.stepped import Stepped
 from keepstep.wire import Health, Observed, Stalled, StallFact
 
@@ -47,7 +48,6 @@ LEASE_SECONDS = 10.0
 RECONNECT_SECONDS = 4.0
 """Within which agents find a new leader."""
 HELLOS_AT_ONCE = 500
-VOUCH_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,14 +406,17 @@ class Faults(World):
         self.later(self.random.uniform(5.0, 50.0), hears_again)
 
     def _vouch(self, machine: Machine) -> None:
-        """As long as its job makes steps, its ranks are well."""
+        """Three steps of its job prove its ranks well. Where steps are long, that is too late."""
+        use = machine.worker
+        if use is None:
+            return
+        seconds = VOUCH_STEPS * use[0].step_seconds
 
-        def steps() -> None:
-            use = machine.worker
-            if not machine.deaf or use is None or use[0].stage != "training":
+        def stepped() -> None:
+            if not machine.deaf or machine.worker != use or use[0].stage != "training":
                 return
             if self.leader is not None and machine.node in self.leader.cluster.doubtful:
-                self.feed(events.NodeVouched(NodeId(machine.node)))
-            self.later(VOUCH_SECONDS, steps)
+                self.feed(events.NodeVouched(machine.node))
+            self.later(seconds, stepped)
 
-        self.later(SILENCE_SEEN_SECONDS, steps)
+        self.later(seconds, stepped)

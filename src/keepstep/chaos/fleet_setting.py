@@ -173,7 +173,7 @@ def _job(number: int, nodes: int, draw: Random) -> tuple[JobSpec, float]:
         nodes=nodes,
         ranks_per_node=1,
         spares=max(1, nodes // 128),
-        priority=min(9, nodes.bit_length()),
+        priority=nodes.bit_length(),
         policy=policy,
     )
     return spec, draw.uniform(4.0, 12.0)

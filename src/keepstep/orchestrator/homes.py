@@ -57,6 +57,8 @@ def tick(turn: Turn) -> None:
     """Begin to go home where a job wishes so; forget it where home became a bad place."""
     for name in turn.cluster.open_jobs:
         job = turn.cluster.jobs[name]
+        if not job.leaving and not job.spec.policy.move_home:
+            continue
         homewards = [rank for rank, leave in job.leaving.items() if leave.home]
         for rank in sorted(homewards):
             if reason := _shut(turn.cluster, job.leaving[rank].to, turn.now):
