@@ -21,6 +21,7 @@ from keepstep.orchestrator import (
     observe,
     orders,
     planned,
+    roster,
     slots,
     spares,
     suspicion,
@@ -100,7 +101,7 @@ def _register(turn: Turn, event: Hello, state: NodeState | None) -> None:
     state.alive, state.linked, state.left = True, True, False
     state.silent_at = state.vouched_at = -1.0
     state.doubted = False
-    state.labels = dict(event.labels)
+    state.labels, state.shares = dict(event.labels), roster.shares(event.labels)
     cluster.doubtful.pop(event.node, None)
     turn.touched = True
 

@@ -170,8 +170,9 @@ def _nodes(
     """Nodes with seats of the job, in the order of ranks; with `only`, that one at most."""
     absent = without if isinstance(without, dict) else set(without)
     seats = _seats(cluster, job, only)
-    nodes = dict.fromkeys(seat.node for seat in seats if seat.rank not in absent)
-    return [node for node in nodes if cluster.nodes[node].alive]
+    nodes = dict.fromkeys([seat.node for seat in seats if seat.rank not in absent])
+    known = cluster.nodes
+    return [node for node in nodes if known[node].alive]
 
 
 def _seats(cluster: Cluster, job: Job, only: NodeId | None) -> Iterable[Seat]:

@@ -66,18 +66,17 @@ def build(
 ) -> Roster:
     """A roster with the stride that its placement asks for."""
     own = [seat.node for seat in seats]
-    labelled = {node: _shares(nodes[node]) for node in set(own) if nodes[node].labels}
-    stride = mirror_stride(own, [labelled.get(node, node) for node in own] if labelled else ())
+    racks = [nodes[node].shares or node for node in own]
+    stride = mirror_stride(own, racks if racks != own else ())
     return Roster(job, generation, secret, store_node, stride, tuple(seats))
 
 
-def _shares(state: NodeState) -> str:
-    """What a node is lost together with: its rack, as far as anybody said."""
-    labels = state.labels
+def shares(labels: Mapping[str, str]) -> str:
+    """What a node with these labels is lost together with: its rack, as far as anybody said."""
     for name in RACK_LABELS:
         if value := labels.get(name):
             return f"{name}={value}"
-    return state.node
+    return ""
 
 
 def mirror_stride(nodes: Sequence[NodeId], racks: Sequence[str] = ()) -> int:

@@ -87,6 +87,9 @@ class NodeState:
     """Why nothing may be placed here any more; empty: it may."""
     uses: dict[int, Occupant] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
+    shares: str = ""
+    """What it is lost together with, by its labels; empty: nobody said. Asked for each seat of each
+    generation, so it is kept."""
     faults: int = 0
     """How often it was lost or found bad: the more, the longer until ranks go home to it."""
     fault_at: float = 0.0
