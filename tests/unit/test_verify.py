@@ -233,6 +233,16 @@ def test_holders_that_disagreed_are_a_miss_whatever_the_outcome_says() -> None:
     assert (incident.standing, "digests" in incident.why) == ("missed", True)
 
 
+def test_an_incident_that_is_never_closed_is_a_miss_unless_the_chain_ends_in_it() -> None:
+    story = Story().begin().train(10)
+    story.incidents += 1
+    moving = {"state": "migrating", "incident": "i1", "opened_at": story.now, "phase": "quiesce"}
+    story.entry("Observed", {}, **moving)
+    assert [each.standing for each in judged(story).incidents] == ["open"]
+    story.later(1.0).entry("Tick", {}, state="running")
+    assert [each.standing for each in judged(story).incidents] == ["missed"]
+
+
 def test_only_the_period_counts() -> None:
     story = usual(faults=1)
     assert judged(story, verify.Terms(begins="1970-01-01", days=1)).counted == 1

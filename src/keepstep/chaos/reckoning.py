@@ -29,6 +29,9 @@ class Reckoning:
 
 
 def reckon(run_dir: Path, job: str) -> Reckoning:
+    if not (run_dir / "journal.db").exists():
+        # The settings put it into a database, which outlives the campaign: report on it there.
+        return Reckoning()
     try:
         source = sources.from_run(run_dir, job)
         verify.check_heads(source.chain, source.steps)

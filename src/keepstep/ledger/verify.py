@@ -273,7 +273,9 @@ def guarantee(chain: Chain, steps: Lines, terms: Terms) -> Guarantee:
             explained.add(closed["generation"])
             alike = digests.get(closed["generation"], {}).values()
             judged.append(_judged(closed, steps, begun, terms, [len(found) for found in alike]))
-    judged += [Judged(name, at, "open", "not resolved yet") for name, at in opened.items()]
+    for name, at in opened.items():  # Only one that the chain ends in may still be open.
+        end = "open" if name == facts.get("incident") else "missed"
+        judged.append(Judged(name, at, end, "not resolved"))
     judged += _gaps(steps, explained, terms)
     if terms.begins:
         first = datetime.fromisoformat(terms.begins).replace(tzinfo=UTC).timestamp()
@@ -362,8 +364,7 @@ def check(asked: argparse.Namespace) -> tuple[dict[str, Any], str]:
     heads = check_heads(chain, steps)
     check_counts(chain, steps)
     found = guarantee(chain, steps, terms)
-    by = f"signed by {chain.key}" if chain.key else "NOT SIGNED"
-    by += "" if asked.key or not chain.key else " (give --key to know that it is the right one)"
+    by = f"signed by {chain.key or 'NOBODY'}" + ("" if asked.key else " (no --key was given)")
     listed = "".join(f"  {e.standing:<9}{e.incident:<12}{e.why}\n" for e in found.incidents)
     quoted = f"{heads} heads, all in the chain" if heads else "NO head: nothing betrays a rewrite"
     end = "kept" if found.rate >= terms.promised else f"MISSED, owed: {found.credit:.0%} of fees"
