@@ -146,7 +146,7 @@ def test_a_hold_is_shown_with_all_that_is_still_to_come():
     states = {step.name: step.state for step in story.phases}
     assert states["hold"] == "now"
     assert states["quiesce"] == states["resume"] == "to come"
-    assert look(made).jobs[0].tone == "bad"
+    assert (story.tone, look(made).jobs[0].tone) == ("bad", "bad")
 
 
 def test_a_closed_incident_has_its_pause_and_only_the_phases_that_were():

@@ -472,11 +472,13 @@ def story(incident: Incident, job: Job | None, now: float) -> Story:
     plain = view.incident_view(incident)
     closed = incident.closed_at >= 0
     told = incident.story[-STORY_LINES_MAX:]
+    moving = None if closed or job is None else job.migration
+    stuck = moving is not None and moving.phase in (Phase.HOLD, Phase.FALLBACK)
     return Story(
         id=incident.incident,
         job=incident.job,
         outcome=plain["outcome"],
-        tone=shown.outcome_tone(plain["outcome"]),
+        tone="bad" if stuck else shown.outcome_tone(plain["outcome"]),
         opened_at=incident.opened_at,
         lasted_seconds=max(0.0, (incident.closed_at if closed else now) - incident.opened_at),
         pause_seconds=plain["pause_seconds"],

@@ -255,7 +255,7 @@ function showIncidents(board) {
     return box;
   }, (box, story) => {
     const [title, pill, lasted] = box.firstChild.children;
-    box.classList.toggle("bad", story.phases.some((step) => step.state === "now" && ["hold", "fallback"].includes(step.name)));
+    box.classList.toggle("bad", story.tone === "bad");
     box.setAttribute("aria-label", `Incident ${story.id} of job ${story.job}`);
     put(title, `${story.job} · incident ${story.id}`);
     pill.className = `pill ${story.tone}`;
@@ -434,7 +434,7 @@ function showFleet() {
 }
 
 function showTables(fleet) {
-  const unwell = map.places.filter((place) => place.mark !== "." || /[!Txh]/.test(place.cells)); // what the map makes larger
+  const unwell = map.places.filter((place) => place.mark !== "." || isWrong(place.cells));
   const more = unwell.length > ROWS_MAX ? `, ${ROWS_MAX} shown` : "";
   put(byId("unwell-count"), unwell.length ? `${plural(unwell.length, "node")} to look at${more}` : "all nodes well");
   if (!byId("unwell-part").open) return;
@@ -456,6 +456,8 @@ function rows(table, lines) {
     return row;
   }, (row, line) => line.forEach((text, at) => put(row.children[at], text)));
 }
+
+const isWrong = (cells) => [...cells].some((letter) => ["bad", "taint"].includes(state.fleet.cells[letter].tone));
 
 function inWords(cells) {
   const found = new Map();
