@@ -22,15 +22,17 @@ const state = { board: null, fleet: null, version: "", at: 0, after: -1, chosen:
 // ------------------------------------------------------------------ asking
 
 class Refused extends Error {}
+class Hurried extends Error {}
 
 async function ask(path, more = {}) {
   const token = sessionStorage.getItem(TOKEN);
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   const reply = await fetch(path, { headers, cache: "no-store", ...more });
   if (reply.status === 401 || reply.status === 403) {
-    askForToken(token ? "That token was refused." : "");
+    askForToken(token ? "That token was refused, or may not see the whole cluster." : "");
     throw new Refused(`the orchestrator answered ${reply.status}`);
   }
+  if (reply.status === 429) throw new Hurried("asked too often");
   if (!reply.ok) throw new Error(`the orchestrator answered ${reply.status}`);
   return reply;
 }
@@ -67,8 +69,8 @@ async function refresh() {
     const board = await reply.json();
     take(board);
   } catch (error) {
-    wait = RETRY_MS;
-    if (!(error instanceof Refused)) away(error);
+    wait = error instanceof Hurried ? 3 * RETRY_MS : RETRY_MS;
+    if (!(error instanceof Refused || error instanceof Hurried)) away(error);
   } finally {
     asking = false;
   }
@@ -105,7 +107,7 @@ async function listen() {
         parts.forEach(hear);
       }
     } catch (error) {
-      if (!(error instanceof Refused)) away(error);
+      if (!(error instanceof Refused || error instanceof Hurried)) away(error);
     } finally {
       clearTimeout(silent);
       stop.abort();
