@@ -112,7 +112,7 @@ class Run:
         self.plan.write()
         began = time.monotonic()
         watch.start()
-        moved = 0
+        moved, others = 0, 0.0
         try:
             self.arm.start(self.plan, self.launch)
             outcome = self._wait_first(limits, told)
@@ -121,7 +121,10 @@ class Run:
                 watch.begin_counting()
                 striker.begin(self._zero())
                 outcome = self._wait_last(limits, told)
-                moved = watch.moved_bytes()
+                moved, others = watch.moved_bytes(), watch.others_share()
+                striker.stop()
+                if not outcome:
+                    self._wait_ends()
         except KeepstepError as error:
             outcome, start_seconds = f"{type(error).__name__}: {error}", time.monotonic() - began
         finally:
@@ -139,6 +142,7 @@ class Run:
             "striker_failed": striker.failed,
             "memory_bytes_max": watch.memory_bytes_max,
             "moved_bytes": moved,
+            "others_share": round(others, 4),
             "processes_left": left,
             "said": self._last_words() if outcome else {},
             "truth": asdict(self._evaluate(striker)),
@@ -169,7 +173,6 @@ class Run:
         while time.monotonic() < deadline:
             self._follower.look()
             if self._follower.logs.ends:
-                self._wait_ends()
                 return ""
             now = time.monotonic()
             if self._follower.front > high:

@@ -73,6 +73,7 @@ def _table(mine: Sequence[tables.Group]) -> str:
             continue
         if group.outcome:
             notes.append(f"{group.arm}: failed: {group.outcome}")
+        notes += [f"{group.arm}: {note}" for note in group.notes]
         row = tables.cells(group)
         cells = "".join(f"<td>{_safe(row[name])}</td>" for name, _ in tables.COLUMNS)
         rows.append(f"<tr>{cells}</tr>")

@@ -7,12 +7,14 @@ finer would be honest. Ratios are taken within a repetition, against its own bar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bench import figures
 
+OTHERS_MAX = 0.10
+"""Above this a run is called disturbed. It is told, never left out."""
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
@@ -61,6 +63,10 @@ class Group:
     moved_gib: Spread | None
     start_seconds: Spread | None
     strikes: int
+    others: Spread | None
+    """The share of the machine that went to others meanwhile."""
+    notes: tuple[str, ...] = ()
+    """What else has to be said about these runs."""
     refused: str = ""
 
     @property
@@ -148,7 +154,22 @@ def _group(
         spread(run["moved_bytes"] / 2**30 for run in runs),
         spread(run["start_seconds"] for run in runs),
         sum(1 for run in runs for s in run["strikes"] if s["pid"]),
+        spread(run.get("others_share") for run in runs),
+        tuple(_notes(runs)),
     )
+
+
+def _notes(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    differ = sum(run["truth"]["disagreements"] for run in runs)
+    if differ:
+        yield f"ranks saw different gradients in {differ} steps"
+    nobody = sum(1 for run in runs for strike in run["strikes"] if not strike["pid"])
+    if nobody:
+        yield f"{nobody} strikes found nobody"
+    disturbed = sum(1 for run in runs if run.get("others_share", 0.0) > OTHERS_MAX)
+    if disturbed:
+        yield f"others took more than {OTHERS_MAX:.0%} of the machine in {disturbed} of its runs"
+    yield from (run["striker_failed"] for run in runs if run.get("striker_failed"))
 
 
 def _refused(scenario: str, workload: str, arm: str, why: str) -> Group:
@@ -178,6 +199,7 @@ COLUMNS = (
     ("loss", "loss"),
     ("memory", "GiB"),
     ("moved", "GiB moved"),
+    ("others", "others"),
 )
 
 
@@ -200,6 +222,7 @@ def cells(group: Group) -> dict[str, str]:
         "loss": told(group.loss, 3),
         "memory": told(group.memory_gib),
         "moved": told(group.moved_gib),
+        "others": told(group.others),
     }
 
 
@@ -214,6 +237,7 @@ def terminal(found: Sequence[Group]) -> str:
         lines += ["  ".join(row[name].ljust(width[name]) for name, _ in COLUMNS) for row in rows]
         lines += [f"{g.arm}: not run: {g.refused}" for g in mine if g.refused]
         lines += [f"{g.arm}: failed: {g.outcome}" for g in mine if g.outcome]
+        lines += [f"{g.arm}: {note}" for g in mine for note in g.notes]
         parts.append("\n".join(line.rstrip() for line in lines))
     return "\n\n".join(parts)
 
@@ -248,6 +272,8 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
                 continue
             row = cells(group)
             lines.append("| " + " | ".join(row[name] for name in README_COLUMNS) + " |")
+        notes = [f"{group.arm}: {note}." for group in mine for note in group.notes]
+        lines += ["", " ".join(notes)] if notes else []
         parts.append("\n".join(lines))
     files = ", ".join(f"`{name}`" for name in sources)
     return "\n\n".join([*parts, f"Raw results: {files}; made by `python -m bench table`."])

@@ -92,6 +92,20 @@ def test_a_run_that_failed_is_counted_and_named():
     assert "x: failed: no new step" in tables.terminal([found])
 
 
+def test_what_others_took_is_told_and_nothing_is_left_out():
+    noisy = {**a_run("x", 20.0), "others_share": 0.4}
+    found = row(a_result((a_run("bare", 10.0), noisy)), "x")
+    assert found.to_bare.middle == 2.0
+    assert "others took more than 10% of the machine in 1 of its runs" in tables.terminal([found])
+
+
+def test_a_strike_that_found_nobody_is_told():
+    missed = a_run("x", 10.0)
+    missed["strikes"] = [{**missed["strikes"][0], "pid": 0}]
+    found = row(a_result((a_run("bare", 10.0), missed)), "x")
+    assert (found.strikes, found.notes) == (0, ("1 strikes found nobody",))
+
+
 def test_an_arm_that_cannot_do_a_workload_says_why():
     result = a_result((a_run("bare", 10.0),), refused={"y": "no replica"})
     assert "y: not run: no replica" in tables.terminal(tables.groups([result]))
