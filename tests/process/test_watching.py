@@ -33,10 +33,12 @@ from keepstep.cli import demo
 from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig
+from keepstep.orchestrator.access import Gate
 from keepstep.orchestrator.api import Api
 from keepstep.orchestrator.http import HttpServer
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.run import Orchestrator
+from keepstep.orchestrator.tokens import Tokens
 from tests import synthetic
 from tests.browser import Chromium, Page, chromium
 from tests.unit.test_metrics import agent_facts, agent_metrics, told
@@ -412,7 +414,7 @@ def served(directory: Path) -> Iterator[str]:
         orchestrator.cluster = synthetic.cluster(now=now)
         orchestrator._alive.heartbeats.update(synthetic.heartbeats(orchestrator.cluster))
         orchestrator._streams.update(dict.fromkeys(orchestrator.cluster.nodes))  # type: ignore[arg-type]
-        api = Api(orchestrator, journal, TOKEN, {}, quiet)
+        api = Api(orchestrator, journal, Gate(Tokens(TOKEN)), {}, quiet)
         server = HttpServer(api.handle, connections_max=100)
         ports.append(await server.listen("127.0.0.1", 0))
         ready.set()

@@ -18,11 +18,13 @@ from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig
 from keepstep.model import Generation, JobId, JobState, NodeId, Phase, Rank, Severity
 from keepstep.orchestrator import board, shown, state, view, watching
+from keepstep.orchestrator.access import Gate
 from keepstep.orchestrator.api import ROUTES, Api
 from keepstep.orchestrator.board import Account, Around
 from keepstep.orchestrator.http import Request, Response
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.run import Orchestrator
+from keepstep.orchestrator.tokens import Tokens
 from tests import synthetic
 
 TOKEN = "a-token-for-tests-only"
@@ -208,7 +210,7 @@ async def serving(directory: Path, made: state.Cluster) -> AsyncIterator[Api]:
     orchestrator = Orchestrator(journal, OrchestratorConfig(), RealClock(), TOKEN, silent)
     orchestrator.cluster = made
     orchestrator._alive.heartbeats.update(synthetic.heartbeats(made))
-    yield Api(orchestrator, journal, TOKEN, {}, silent)
+    yield Api(orchestrator, journal, Gate(Tokens(TOKEN)), {}, silent)
     journal.close()
 
 

@@ -139,6 +139,8 @@ class Sight:
             ],
             "loans": [loan for loan in map(self._loan, plain["loans"]) if loan is not None],
             "frozen": self.cleaned(plain["frozen"]),
+            "paces": {name: pace for name, pace in plain["paces"].items() if self.job(name)},
+            "self_doubt": self.cleaned(plain["self_doubt"]),
             "connected": [name for name in plain["connected"] if name in seen],
             "pulses": [
                 {**pulse, "jobs": [p for p in pulse["jobs"] if self.job(p["job"])]}
