@@ -56,13 +56,17 @@ class OrchestratorConfig:
     with one database per cluster. A password belongs here, or in libpq's own PGPASSFILE: a command
     line shows in `ps`. `keepstep run` takes a file in its run directory if there is none."""
     journal_holder: str = ""
-    """Under which name the lease of a journal in PostgreSQL is taken; empty: the host's. Who comes
-    back under the same name need not wait for its own lease to end."""
-    lease_seconds: float = 10.0
+    """Under which name the lease of a journal in PostgreSQL is taken; empty: the URL under which
+    this orchestrator is reached. One that comes back under the same name need not wait for its own
+    lease to end. Each orchestrator of a cluster needs a name of its own."""
+    lease_seconds: float = 2.0
     """How long nobody else may begin a term after this leader's last write to a journal in
-    PostgreSQL, on the database's clock. Written to every third of it. It is what a takeover waits
-    for when a host dies; a leader that was merely slow keeps its term for as long.
-    tick_seconds must fit into it three times."""
+    PostgreSQL, on the database's clock. An idle leader writes every quarter of it. It is what a
+    takeover waits for when a leader dies: with 2 s a takeover takes less than 3. A leader that
+    was merely slow keeps its term for as long."""
+    advertise: str = ""
+    """Under which URL agents and operators reach this orchestrator, for the other ones to say;
+    empty: where it listens, by the host's name if that is everywhere (0.0.0.0)."""
     journal_synchronous: str = "full"
     """full: an order leaves only after its step is on the platter (0.2 ms on an idle disk, 10 ms
     at p95 on a starved machine). normal: survives a killed orchestrator but not a power cut, which

@@ -6,6 +6,8 @@
         Unreachable            the other side did not answer
       Permanent                expected trouble that another try does not mend
         Deposed                a journal or an agent refused an older term
+        Behind                 an agent has seen a later term than the journal has
+        Alone                  a leader that nobody reaches lets others lead
         Fenced                 an older generation was refused
         WireError              a message that this version cannot accept
         NoHome                 some state has no home left
@@ -42,6 +44,18 @@ class Permanent(KeepstepError):
 
 class Deposed(Permanent):
     """A higher term has been seen: this leader must stop acting."""
+
+
+class Behind(Permanent):
+    """The journal has forgotten a term: whoever leads begins one above it."""
+
+    def __init__(self, term: int) -> None:
+        super().__init__(f"an agent has seen term {term}, and the journal has forgotten it")
+        self.term = term
+
+
+class Alone(Permanent):
+    """No node is heard: somebody else may be nearer to them."""
 
 
 class Fenced(Permanent):

@@ -83,6 +83,10 @@ class Hello:
     term_seen: Term = Term(0)
     token: str = ""
     labels: dict[str, str] = field(default_factory=dict)
+    seq_seen: int = 0
+    """Of the journal, in that term: the newest entry whose order was obeyed here."""
+    obeyed: dict[str, Generation] = field(default_factory=dict)
+    """By job, the highest generation whose orders were obeyed here: later ones get higher ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,8 @@ class Observed:
     detail: str = ""
     cover: str = ""
     """Corrupt is not the rank's own state, but what it keeps of this portion."""
+    age_seconds: float = 0.0
+    """How long ago it was seen, on the clocks of those who kept it: nobody could be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +429,8 @@ class Order:
     job: JobId
     nodes: tuple[NodeId, ...]
     action: Action
+    seq: int = 0
+    """Where the journal stood when it left: a node that obeys it has seen the journal so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -676,7 +684,8 @@ def _order_from_plain(body: object) -> Order:
         raise WireError(f"Order.action: unknown action {said}")
     done: Action = codec.from_plain(kind, action["body"])
     header = codec.from_plain(_OrderHeader, {k: v for k, v in body.items() if k != "action"})
-    return Order(header.term, header.generation, header.order_id, header.job, header.nodes, done)
+    ids = (header.term, header.generation, header.order_id)
+    return Order(*ids, header.job, header.nodes, done, header.seq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -686,6 +695,7 @@ class _OrderHeader:
     order_id: OrderId
     job: JobId
     nodes: tuple[NodeId, ...]
+    seq: int = 0
 
 
 class _Reader(Protocol):

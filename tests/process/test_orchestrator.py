@@ -490,13 +490,24 @@ def test_a_stopped_leader_wakes_up_when_another_has_taken_over_and_does_no_harm(
         for point in points.iterdir():
             point.unlink()
         two.start()
+        until_leading(two)
         assert two.client.cluster()["term"] == 2
         new = FakeAgent(two.port, "n0", term_seen=Term(1))
         order = new.until(wire.StartWorkers)
         assert isinstance(order, wire.Order)
         assert one.process is not None
         one.process.send_signal(signal.SIGCONT)
-        assert one.process.wait(SECONDS_MAX) == 3, "it learns that it was deposed"
+        # It learns that it was deposed, and sends everybody on to who leads.
+        here, there = (f"http://127.0.0.1:{process.port}" for process in (one, two))
+        following = {"status": "following", "term": 2, "leader": there}
+        deadline = time.monotonic() + SECONDS_MAX
+        while one.client.health() != following:
+            assert time.monotonic() < deadline, one.client.health()
+            time.sleep(0.01)
+        assert answer_of(one.port, "POST", "/v1/agent")[:2] == (307, f"{there}/v1/agent")
+        assert answer_of(one.port, "GET", "/v1/jobs?x=%0d%0ay")[1] == f"{there}/v1/jobs?x=%0D%0Ay"
+        for known in (here, f"{here},{there}", f"http://127.0.0.1:1,{here}"):
+            assert Client(known, TOKEN).cluster()["term"] == 2
         # What it had journaled may still have left. Agents that have seen term 2 refuse it: see
         # test_older_terms_are_refused_also_by_a_restarted_agent.
         late: list[wire.Message] = []
@@ -521,6 +532,24 @@ def test_a_stopped_leader_wakes_up_when_another_has_taken_over_and_does_no_harm(
         for process in (one, two):
             if process.process is not None and process.process.poll() is None:
                 process.kill()
+
+
+def until_leading(process: Process) -> None:
+    deadline = time.monotonic() + SECONDS_MAX
+    while process.client.health()["status"] != "leading":
+        assert time.monotonic() < deadline, process.client.health()
+        time.sleep(0.01)
+
+
+def answer_of(port: int, method: str, path: str) -> tuple[int, str | None]:
+    """The status and the Location of a bare answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS_MAX)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.getheader("Location")
+    finally:
+        connection.close()
 
 
 def submit_in_vain(client: Client) -> None:

@@ -100,8 +100,16 @@ class Player:
                 workers=tuple(workers),
                 standbys=tuple(standbys),
                 labels={k: v for k, v in options.items() if k in placing.LABELS},
+                obeyed={self.focus: Generation(int(options["obeyed"]))}
+                if "obeyed" in options
+                else {},
             )
         )
+
+    def do_behind(self, plain, options):
+        """behind n0 obeyed=4: this node has obeyed what the journal does not have."""
+        obeyed = {self.focus: Generation(int(options["obeyed"]))}
+        return self.feed(events.JournalBehind(NodeId(plain[0]), Term(1), 150, 101, obeyed))
 
     def do_standby(self, plain, options):
         node, slot, what = plain
@@ -332,8 +340,15 @@ class Player:
             wire.Publish(node, self.focus, generation, rank, step, f"ckpt-{step}", f"r{step}")
         )
 
+    def do_away(self, plain, options):
+        """away 300: for so long the journal cannot be written, and nothing is decided."""
+        self.now += float(plain[0])
+        return self.feed(events.ControlPlaneBack(float(plain[0]), "the database was away"))
+
     def do_restart(self, plain, options):
-        """restart limit=1: the orchestrator dies; another one reads the journal and leads."""
+        """restart limit=1 down=300: the orchestrator dies; later another reads the journal."""
+        down = float(options.get("down", 0.0))
+        self.now += down
         replayed = state.new_cluster("transcript")
         for event, now in self.journal:
             again = events.from_plain(events.to_plain(event))
@@ -341,7 +356,7 @@ class Player:
         assert state.fingerprint(replayed) == state.fingerprint(self.cluster)
         self.cluster = state.from_plain(state.to_plain(replayed))
         limit = int(options.get("limit", 0))
-        return self.feed(events.TermBegan(Term(self.cluster.term + 1), limit))
+        return self.feed(events.TermBegan(Term(self.cluster.term + 1), limit, down))
 
     # ------------------------------------------------------------ feeding and telling
 
@@ -367,6 +382,7 @@ class Player:
                 code,
                 options.get("detail", f"Traceback-of-rank-{rank}" if code == 1 else ""),
                 options.get("cover", ""),
+                float(options.get("age", 0.0)),
             )
         )
 

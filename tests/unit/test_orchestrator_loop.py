@@ -13,12 +13,22 @@ from keepstep import wire
 from keepstep.clock import VirtualClock
 from keepstep.config import OrchestratorConfig
 from keepstep.errors import Deposed, Permanent, Transient
-from keepstep.model import JobId, JobSpec, JobState, NodeId, Phase, Rank
-from keepstep.orchestrator import brain, events, run, state
+from keepstep.model import (
+    Generation,
+    JobId,
+    JobSpec,
+    JobState,
+    NodeId,
+    Phase,
+    Policy,
+    Rank,
+    Sign,
+)
+from keepstep.orchestrator import brain, events, outages, run, state
 from keepstep.orchestrator.journal import Standing, verify
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.run import Orchestrator
-from keepstep.orchestrator.stepped import Waiting
+from keepstep.orchestrator.stepped import Waiting, with_its_age
 
 NODE, JOB = NodeId("n0"), JobId("job")
 
@@ -216,8 +226,8 @@ def test_the_operators_wait_ends_with_a_decision_that_is_on_disk(scene: Scene):
 
     assert asyncio.run(ask()).changed
     assert scene.happened == ["on disk"]
-    assert scene.loop.history[-1]["kind"] == "Submitted"
-    assert scene.loop.history[-1]["seq"] == scene.loop._standing.seq
+    assert scene.loop.history.records[-1]["kind"] == "Submitted"
+    assert scene.loop.history.records[-1]["seq"] == scene.loop._standing.seq
 
 
 def until_written(scene: Scene, *given: events.Event) -> None:
@@ -426,3 +436,63 @@ def test_a_deposed_leader_learns_of_it_when_it_renews(scene: Scene, tmp_path: Pa
     scene.clock.advance_to(scene.clock.now() + 4.0)
     with pytest.raises(Deposed):
         until_written(scene)
+
+
+# --- time in which nobody decides ----------------------------------------------------------------
+
+
+def outage(scene: Scene, seconds: float, *meanwhile: Waiting) -> None:
+    """The journal is away for so long, on the virtual clock; then it is back."""
+
+    async def last() -> None:
+        async with asyncio.timeout(10):
+            scene.journal.away = 1_000_000
+            other = Waiting(replace(HELLO, node=NodeId("n9")))
+            writing = asyncio.create_task(scene.loop._until_written([other]))
+            await asyncio.sleep(0)
+            scene.clock.advance_to(scene.clock.now() + seconds)
+            scene.journal.away = 0
+            await writing
+            await scene.loop._until_written(list(meanwhile))
+
+    asyncio.run(last())
+
+
+def test_an_outage_of_five_minutes_is_booked_and_uses_up_no_hold(tmp_path: Path):
+    scene = Scene(tmp_path)
+    spec = JobSpec(JOB, "train.py", policy=Policy(hold_seconds_max=60.0))
+    scene.feed(replace(HELLO, slots=1), events.Submitted(spec))
+    job = scene.loop.cluster.jobs[JOB]
+    report = wire.PhaseReport(
+        NODE, JOB, job.generation, Phase.RESUME, (wire.SeatReport(Rank(0), step=1),)
+    )
+    scene.feed(report)
+    died_at = scene.clock.monotonic() + 120.0
+    died = wire.Observed(NODE, JOB, Sign.EXIT, Rank(0), 0, job.generation, 5, -9)
+    outage(scene, 300.0, Waiting(died, heard_at=died_at))
+    (down,) = scene.loop.cluster.outages
+    assert (down.seconds, down.why) == (pytest.approx(300.0), "the database is away")
+    (incident,) = [job.incident for job in scene.loop.cluster.jobs.values() if job.incident]
+    assert incident.seconds[outages.PART] == pytest.approx(180.0, abs=0.1), "since it died"
+    replayed, _ = scene.loop._restore()
+    assert state.fingerprint(replayed) == scene.print(), "and the journal has it"
+    scene.journal.close()
+
+
+def test_a_stall_that_waited_for_the_journal_is_no_hang(scene: Scene):
+    stalled = wire.Stalled(NODE, JOB, Generation(1), (), 5.0)
+    now = scene.clock.monotonic()
+    assert with_its_age(Waiting(stalled, heard_at=now - 1.0), now) is stalled
+    assert with_its_age(Waiting(stalled, heard_at=now - 2.0), now) is None
+
+
+def test_a_blink_of_the_journal_is_no_outage(scene: Scene):
+    outage(scene, 0.3)
+    assert scene.loop.cluster.outages == ()
+
+
+def test_after_an_outage_a_tick_that_waited_is_not_late_once_more(scene: Scene):
+    scene.feed(HELLO)
+    scene.loop._tick_due = scene.clock.monotonic()
+    outage(scene, 300.0, Waiting(events.Tick()))
+    assert scene.loop._tick_now().late_seconds == 0.0

@@ -1,6 +1,6 @@
 """The node's room: a directory on tmpfs, owned by no process, that lets an agent die and come back.
 
-    <room>/agent-state.json       who lives here, the highest term, what each job was told
+    <room>/agent-state.json       who lives here, the highest term and entry, what jobs were told
     <room>/agent.sock             where workers and standbys talk to the agent
     <room>/preload.sock  .log     the preload server, which forks and reaps them
     <room>/store.port  store.log  the store process
@@ -98,6 +98,7 @@ class AgentState:
     jobs: tuple[JobRecord, ...] = ()
     health: ProcessRecord | None = None
     """The health program, while it runs."""
+    seq: int = 0
 
 
 class Room:
@@ -120,6 +121,8 @@ class Room:
         """By pid."""
         self.jobs: dict[JobId, JobRecord] = {}
         self.health: ProcessRecord | None = None
+        self.seq = 0
+        """Of the journal, in this term: the newest entry whose order was obeyed here."""
 
     def open(self) -> None:
         """Make the room, or read what an earlier agent left in it."""
@@ -137,6 +140,7 @@ class Room:
         state = _read_state(self.directory)
         self.term, self.peer_port = state.term, state.peer_port
         self.preload, self.store, self.health = state.preload, state.store, state.health
+        self.seq = state.seq
         self.workers = {worker.pid: worker for worker in state.workers}
         self.jobs = {job.spec.job: job for job in state.jobs}
 
@@ -160,6 +164,7 @@ class Room:
             tuple(self.workers.values()),
             tuple(self.jobs.values()),
             self.health,
+            self.seq,
         )
         _write_whole(_state_path(self.directory), codec.dumps(codec.to_plain(state)))
 

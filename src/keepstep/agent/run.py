@@ -20,6 +20,7 @@ from typing import Any
 
 from keepstep import wire
 from keepstep.agent import log, metrics
+from keepstep.agent.ages import Ages
 from keepstep.agent.environment import interface_of
 from keepstep.agent.forks import Forks, preload_modules
 from keepstep.agent.health import Health
@@ -36,7 +37,7 @@ from keepstep.agent.workers import Worker, Workers
 from keepstep.config import AgentSettings
 from keepstep.detect import process
 from keepstep.errors import ConfigError
-from keepstep.model import Endpoint, Generation, JobId, NodeId, Rank, Sign, Term
+from keepstep.model import Endpoint, Generation, JobId, NodeId, Phase, Rank, Sign, Term
 
 STORE_SECONDS_MAX = 300.0
 """How long the first Hello waits for the store: the preload server's imports come first."""
@@ -89,7 +90,12 @@ class Agent:
         self.store = Store(self.room, self._on_store_lost)
         secure = secured(config.tls_directory) if config.tls_directory else None
         self.stream = Stream(
-            config.orchestrators, config.token, self._greeting, self._on_stream, secure
+            config.orchestrators,
+            config.token,
+            self._greeting,
+            self._on_stream,
+            secure,
+            self._urgent,
         )
         self.probes = Probes(self.room, self.workers, self.tee, self.stream.send)
         self.health: Health | None = None
@@ -113,6 +119,9 @@ class Agent:
         self._broken: dict[tuple[JobId, Rank], wire.Observed] = {}
         self._publishing: dict[str, wire.Publish] = {}
         self._store_news: wire.Observed | None = None
+        self._ages = Ages()
+        self._untold = False
+        """A worker has ended, and nobody was there to be told."""
         self._report_timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
@@ -182,16 +191,27 @@ class Agent:
             term_seen=self.room.term,
             token=self.config.token,
             labels=self.config.labels,
+            seq_seen=self.room.seq,
+            obeyed={str(name): job.generation for name, job in self.room.jobs.items()},
         )
+
+    def _urgent(self) -> bool:
+        """Others wait for what this node has to tell: it comes before those with nothing to say."""
+        waits = any(report.phase is not Phase.RESUME for report in self.reports.standing())
+        return self._untold or waits or any(not self._is_old(n) for n in self._broken.values())
 
     def _greeting(self) -> list[wire.Message]:
         """All that stands, at each connect: what the last stream may have lost is in it."""
         told: list[wire.Message] = [self._hello()]
         if self._store_news is not None:
             told.append(self._store_news)
+        news: list[wire.Observed] = []
         for job in self.room.jobs.values():
-            told += {ending.rank: ending for ending in job.endings}.values()
-        told += [news for news in self._broken.values() if not self._is_old(news)]
+            news += {ending.rank: ending for ending in job.endings}.values()
+        news += [broken for broken in self._broken.values() if not self._is_old(broken)]
+        now = asyncio.get_running_loop().time()
+        told += [self._ages.aged(observed, now) for observed in news]
+        self._untold = False
         told += self.reports.standing()
         told += self._publishing.values()
         if self.health is not None:
@@ -220,8 +240,9 @@ class Agent:
                     # A deposed leader has nothing to say; another endpoint has.
                     self.stream.drop()
             case wire.Order():
-                if self._current(message.term, f"order {message.order_id}"):
-                    refused = self.orders.obey(message)
+                if self._current(message.term, f"order {message.order_id}", message.seq):
+                    # Without the place in the journal: told again, it is the same order.
+                    refused = self.orders.obey(replace(message, seq=0))
                     if refused is not None:
                         self._refuse(refused)
             case wire.Published():
@@ -235,12 +256,13 @@ class Agent:
             case _:
                 log.warning("stream.unexpected", kind=type(message).__name__)
 
-    def _current(self, term: Term, what: str) -> bool:
+    def _current(self, term: Term, what: str, seq: int = 0) -> bool:
         if term < self.room.term:
             self._refuse(wire.Refused(f"{what} has term {term}; {self.room.term} has been seen"))
             return False
-        if term > self.room.term:
-            self.room.term = term
+        if (term, seq) > (self.room.term, self.room.seq):
+            # Before anything is done: a leader that does not have this entry must hear of it.
+            self.room.term, self.room.seq = term, seq
             self.room.save()
         return True
 
@@ -378,14 +400,15 @@ class Agent:
             cover=broken.cover,
         )
         self._broken[broken.job, broken.rank] = observed
-        self.stream.send(observed)
+        self.stream.send(self._ages.aged(observed, asyncio.get_running_loop().time()))
 
     def _on_end(self, worker: Worker, observed: wire.Observed) -> None:
         record = worker.record
         if worker.is_standby:
             self._tell_standby(worker, ready=False, detail=observed.detail)
             return
-        self.stream.send(observed)
+        told = self._ages.aged(observed, asyncio.get_running_loop().time())
+        self._untold = not self.stream.send(told) or self._untold
         if any(w.record.rank == record.rank for w in self.workers.seated(record.job)):
             # Its rank lives on here, with another worker: what that one said stands.
             return

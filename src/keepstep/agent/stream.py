@@ -3,9 +3,9 @@
     POST /v1/agent, Upgrade: keepstep-stream  ->  101  ->  frames both ways
 
 Training does not need it: while there is no stream, workers train on and deaths are kept. A silent
-orchestrator (no message for four seconds) is left, and the next endpoint tried, for ever, with a
-pause that grows from 50 ms to 2 s. Nothing is queued here: at each connect the agent tells again
-all that stands, so a message lost in a broken stream is no loss.
+orchestrator (no message for four seconds) is left, and the others tried, for ever; one that follows
+says who leads (endpoints.py). Nothing is queued here: at each connect the agent tells again all
+that stands, so a message lost in a broken stream is no loss.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from urllib.parse import urlsplit
 
 from keepstep import tls, wire
 from keepstep.agent import log
+from keepstep.agent.endpoints import Endpoints, leader_of
 from keepstep.errors import ConfigError, Permanent, Unreachable, WireError
 from keepstep.model import Endpoint
 
 SILENT_SECONDS_MAX = 4.0
 """Three pulses may get lost."""
-BACKOFF_SECONDS_MIN = 0.05
-BACKOFF_SECONDS_MAX = 2.0
 REFUSED_SECONDS_MAX = 6.0
 """Longer than a dead machine of the same name is taken for alive, and than a new leader waits."""
 BUFFER_BYTES_MAX = 32 * 1024 * 1024
@@ -69,9 +68,11 @@ class Stream:
         greeting: Callable[[], list[wire.Message]],
         on_message: Callable[[wire.Message], None],
         secure: ssl.SSLContext | None = None,
+        urgent: Callable[[], bool] = lambda: False,
     ) -> None:
-        assert endpoints, "an agent needs at least one endpoint"
-        self._endpoints = tuple(endpoints)
+        self._endpoints = Endpoints(endpoints)
+        self._urgent = urgent
+        """Whether others wait for what this node has to tell."""
         self._token = token
         self._greeting = greeting
         self._on_message = on_message
@@ -115,21 +116,24 @@ class Stream:
 
     async def run(self) -> None:
         """Connect, talk, and connect again, for ever."""
-        failures = 0
+        clock, known = asyncio.get_running_loop().time, self._endpoints
         while True:
-            endpoint = self._endpoints[failures % len(self._endpoints)]
-            began = asyncio.get_running_loop().time()
+            endpoint, began = known.next(), clock()
             try:
                 await self._talk(endpoint)
+            except Elsewhere as error:
+                if known.named(error.leader, clock()):
+                    log.info("stream.sent_on", port=endpoint.port, leader=error.leader)
+                    continue
             except (OSError, asyncio.IncompleteReadError, TimeoutError, Unreachable) as error:
                 why = str(error) or type(error).__name__
                 log.warning("stream.lost", host=endpoint.host, port=endpoint.port, why=why)
+                # A stream that held for a while was a good one: begin the count anew.
+                known.failed(endpoint, clock(), held=clock() - began > SILENT_SECONDS_MAX)
             except Permanent as error:
                 log.error("stream.refused", host=endpoint.host, port=endpoint.port, why=error)
-            # A stream that held for a while was a good one: begin the count anew.
-            lasted = asyncio.get_running_loop().time() - began
-            failures = 1 if lasted > SILENT_SECONDS_MAX else failures + 1
-            await asyncio.sleep(backoff(failures, len(self._endpoints), random.random()))
+                known.failed(endpoint, clock(), held=False)
+            await asyncio.sleep(known.pause(random.random(), urgent=self._urgent()))
 
     async def _talk(self, endpoint: Endpoint) -> None:
         reader, writer = await asyncio.wait_for(
@@ -168,17 +172,22 @@ class Stream:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             raise WireError(f"an answer with more than {_HEAD_BYTES_MAX} bytes of head") from None
-        status = head.split(b"\r\n", 1)[0].decode(errors="replace").split(" ", 2)
+        lines = head.decode(errors="replace").split("\r\n")
+        status = lines[0].split(" ", 2)
+        if len(status) >= 2 and status[1] in ("307", "503"):
+            headers = (line.partition(":") for line in lines[1:])
+            named = [value for name, _, value in headers if name.lower() == "location"]
+            raise Elsewhere(leader_of(named[0]) if named else None)
         if len(status) < 2 or status[1] != "101":
             raise Unreachable(f"the orchestrator answered {' '.join(status[1:])!r}")
 
 
-def backoff(failures: int, endpoints: int, chance: float) -> float:
-    """Seconds to wait before the next try: doubles with each round over all endpoints."""
-    round_ = max(0, (failures - 1) // endpoints)
-    longest = min(BACKOFF_SECONDS_MAX, BACKOFF_SECONDS_MIN * 2.0 ** min(round_, 16))
-    # Jitter: thousands of agents must not come back in the same millisecond.
-    return float(longest * (0.5 + 0.5 * chance))
+class Elsewhere(Unreachable):
+    """An orchestrator that does not lead; it says who does, if it knows."""
+
+    def __init__(self, leader: Endpoint | None) -> None:
+        super().__init__("the orchestrator follows another")
+        self.leader = leader
 
 
 def _notice_silence(writer: asyncio.StreamWriter) -> None:

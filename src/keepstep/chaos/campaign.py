@@ -38,12 +38,13 @@ from keepstep.chaos.faults import (
     schedule,
 )
 from keepstep.chaos.inject import Injector
+from keepstep.chaos.leaders import ControlPlane, local_plan, replaced_once
 from keepstep.chaos.lender import NODES as LENDER_NODES
 from keepstep.chaos.lender import Lender
 from keepstep.chaos.network import Network
 from keepstep.chaos.sight import Sight
 from keepstep.chaos.strike import Missed, Strike
-from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan
+from keepstep.cli.cluster import LocalCluster, NodePlan
 from keepstep.errors import ConfigError, KeepstepError, Permanent
 from keepstep.model import JobId, JobSpec, Policy
 
@@ -133,6 +134,7 @@ class Record:
     """The longest silence in the step stream."""
     parts: dict[str, float] = field(default_factory=dict)
     incidents: int = 0
+    takeover_seconds: float | None = None
     found_steps: int | None = None
     """Of a flip: from the boundary where it lay to the one where it was named."""
     what: str = ""
@@ -208,13 +210,13 @@ class Campaign:
         self._made = 0
         extra = LENDER_NODES if lends else 0
         nodes = [self._new_node() for _ in range(plan.nodes_in_all + extra)]
-        listen = f"{networks.HUB_ADDRESS}:0" if network else "127.0.0.1:0"
-        cluster_plan = ClusterPlan(listen=listen, environment=self._environment())
+        self._control = ControlPlane(network) if plan.mix is Mix.FAILOVER else None
+        cluster_plan = local_plan(self._control, network, self._environment())
         self._cluster = LocalCluster(run_dir, nodes, cluster_plan)
         self._sight = Sight(self._cluster, JOB)
         self._lender = Lender(self._cluster, run_dir, plan.slots) if lends else None
         self._injector = Injector(
-            self._cluster, network, self._failpoints, self._sight, self._lender
+            self._cluster, network, self._failpoints, self._sight, self._lender, self._control
         )
         self._aftermath = Aftermath(
             self._cluster, self._sight, self._injector, self._lender, self._tend
@@ -229,6 +231,8 @@ class Campaign:
             if self._lender is not None:
                 self._lender.close()
             self._cluster.stop()
+            if self._control is not None:
+                self._control.close()
         finally:
             signal.signal(signal.SIGTERM, before)
 
@@ -300,6 +304,7 @@ class Campaign:
                 self._lender.wait_running("goes on", self._tend)
                 lent = self._lender.finish(FINISH_SECONDS_MAX)
             steps = self._finish()
+            trouble = "; ".join(self._control.check()) if self._control is not None else ""
         except KeepstepError as error:
             trouble, steps = str(error), self._sight.steps.newest.finished
             report.say(f"the campaign ends here: {error}")
@@ -448,6 +453,7 @@ class Campaign:
         record.incidents = len(incidents)
         now = time.monotonic()
         record.gap_seconds = round(self._sight.steps.gap(strike.at, now), 3)
+        record.takeover_seconds = strike.takeover_seconds
         if not incidents:
             return
         first, last = incidents[0], incidents[-1]
@@ -472,7 +478,8 @@ class Campaign:
         self, strike: Strike, outcome: Outcome, before: dict[str, Any], after: dict[str, Any]
     ) -> str:
         """What must be true beside the outcome. Returns what is not, or nothing."""
-        if problem := self._aftermath.look(strike, len(self._incidents(before))):
+        problem = self._aftermath.look(strike, len(self._incidents(before)))
+        if problem := problem or replaced_once(strike, before, after):
             return problem
         if strike.tainted:
             self._tainted.add(strike.tainted)

@@ -49,6 +49,8 @@ class Mix(StrEnum):
     USER = "user"
     FLIPS = "flips"
     """Bits flip at rest, and somebody looks for them."""
+    FAILOVER = "failover"
+    """Those who decide are struck in the middle of a migration, and their database."""
 
 
 STEP_WINDOWS = ("forward", "backward", "allreduce", "optimizer", "updated")
@@ -125,6 +127,8 @@ _RACK = Cell("", "", spares=2, mix=Mix.PLANNED)
 _BORROW = Cell("", "", Outcome.HELD, spares=2, mix=Mix.PLANNED)
 _BUG = Cell("", "", Outcome.FAILED, spares=1, mix=Mix.USER)
 _ODD = Cell("", "", Outcome.LIVE, spares=1, mix=Mix.USER)
+_LEADER = Cell("", "", spares=1, mix=Mix.FAILOVER)
+_LEADER_CUT = Cell("", "", spares=1, mix=Mix.FAILOVER, needs_network=True)
 _FLIP = Cell("", "", spares=0, mix=Mix.FLIPS)
 # Three holders or more: with two, nobody can tell which of them is wrong.
 _FLIP_SHARED = Cell("", "", spares=0, mix=Mix.FLIPS, parallel=("ddp",))
@@ -199,6 +203,11 @@ CATALOGUE: tuple[Cell, ...] = (
     # Each rank's own, or overwritten from rank 0 by DDP: no comparison tells.
     *_cells("flip_buffer", (AT_REST,), _FLIP),
     *_cells("flip_mirror", (AT_REST,), _FLIP_MIRROR),
+    *_cells("leader_killed", ("quiesce", "reform", "resume", RANDOM), _LEADER),
+    *_cells("leader_stopped", ("quiesce", "reform", "resume", RANDOM), _LEADER),
+    *_cells("leader_cut", ("quiesce", "reform", "resume", RANDOM), _LEADER_CUT),
+    *_cells("database_restarted", ("quiesce", "reform", "resume", RANDOM), _LEADER),
+    *_cells("database_frozen", ("quiesce", "reform", "resume", RANDOM), _LEADER),
     *_cells("flip_parameter", (COMPARED,), _FLIP_SHARED),
     *_cells("flip_moment", (COMPARED,), _FLIP_SHARED),
 )

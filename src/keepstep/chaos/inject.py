@@ -17,6 +17,7 @@ from pathlib import Path
 
 from keepstep.chaos.faults import RANDOM, SYNC_WINDOWS, Fault
 from keepstep.chaos.flips import Flips
+from keepstep.chaos.leaders import ControlPlane, Leaders
 from keepstep.chaos.lender import Lender
 from keepstep.chaos.network import Network
 from keepstep.chaos.places import Places
@@ -55,6 +56,7 @@ class Injector:
         failpoints: Path,
         sight: Sight,
         lender: Lender | None = None,
+        control: ControlPlane | None = None,
     ) -> None:
         self._cluster = cluster
         self._network = network
@@ -92,6 +94,8 @@ class Injector:
             **Places(cluster, sight, self, lender).kinds(),
             **Flips(cluster, sight, self).kinds(),
         }
+        if control is not None:
+            self._kinds |= Leaders(cluster, sight, self, network, control).kinds()
 
     def strike(self, fault: Fault) -> Strike:
         """Carry out a fault. Raises Missed if its window did not come."""
@@ -378,6 +382,10 @@ class Injector:
     def _clean(self) -> None:
         for path in self._failpoints.iterdir():
             path.unlink(missing_ok=True)
+
+    def returns(self, name: str, seconds: float, back: Callable[[str], None]) -> None:
+        """Whatever it is, it comes back after so long."""
+        self.away.append(Away(name, time.monotonic() + seconds, back))
 
     def comes_back(self, node: str) -> None:
         """A node that was lost by the way comes back like any other."""

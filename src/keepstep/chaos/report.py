@@ -78,6 +78,8 @@ def fault_line(record: Record, count: int) -> str:
         f"step {record.step:<6} {outcome:<9} detected {detect:<7} pause {pause:<7}"
     )
     line += f" [{parts}]" if parts else ""
+    if record.takeover_seconds is not None:
+        line += f" accepted again after {record.takeover_seconds:.2f} s"
     if record.found_steps is not None:
         line += f"  {record.what}, found after {record.found_steps} steps"
     return line if record.as_expected else f"{line}  {record.why}"
@@ -125,11 +127,17 @@ def last_line(records: Sequence[Record], verdict: Verdict) -> str:
         if count and outcome is not Outcome.LIVE
     ]
     pauses = sorted(r.pause_seconds for r in records if r.pause_seconds is not None)
+    again = sorted(r.takeover_seconds for r in records if r.takeover_seconds is not None)
+    takeovers = (
+        f", accepted again p50 {percentile(again, 0.5):.1f} s p95 {percentile(again, 0.95):.1f} s"
+        if again
+        else ""
+    )
     return (
         f"{len(records)} faults, {good} as expected, {', '.join(named)}, "
         f"{verdict.end}, "
         f"{verdict.log.lost} committed steps lost, "
-        f"pause p50 {percentile(pauses, 0.5):.1f} s p95 {percentile(pauses, 0.95):.1f} s"
+        f"pause p50 {percentile(pauses, 0.5):.1f} s p95 {percentile(pauses, 0.95):.1f} s{takeovers}"
     )
 
 

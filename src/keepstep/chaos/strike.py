@@ -57,3 +57,5 @@ class Strike:
     """However many fall, it is one fault."""
     flip: Flip | None = None
     """State was changed behind everybody's back."""
+    takeover_seconds: float | None = None
+    """From the strike at a leader, or its database, to the first wish that was on disk after it."""

@@ -4,24 +4,31 @@ An orchestrator is found by --orchestrator, by $KEEPSTEP_ORCHESTRATOR, or in the
 directory; its token by --token-file, $KEEPSTEP_TOKEN_FILE, or beside the port in that directory.
 One at https:// is verified with the files in $KEEPSTEP_TLS_DIRECTORY, and shown the certificate
 there; without that variable, with the system's authorities and no certificate.
+Several URLs, separated by commas, are the orchestrators of one cluster: those that follow say who
+leads, and the question goes there. What may have been heard is never asked twice unless it only
+reads: whether a leader that died did it is for whoever asked to find out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from keepstep import codec, tls
-from keepstep.errors import ConfigError, Permanent, Unreachable
+from keepstep.errors import ConfigError, KeepstepError, Permanent, Unreachable
 from keepstep.model import JobSpec
 
 ANSWER_SECONDS_MAX = 10.0
+CONNECT_SECONDS_MAX = 2.0
+BEGIN_SECONDS_MAX = 4.0
+"""To connect, and until the first byte of an answer that only reads, where others may give it."""
 EVENTS_SECONDS_MAX = 15.0
 """The orchestrator sends a sign of life every 5 s; three missing ones end the stream."""
 RUNS = "keepstep-runs"
@@ -38,10 +45,17 @@ class Refusal(Permanent):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One orchestrator, by URL."""
+    """One cluster, by the URL of its orchestrator, or of several."""
 
     url: str
     token: str
+    answer_seconds_max: float = ANSWER_SECONDS_MAX
+    _led: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Who led when we last asked."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(part.strip() for part in self.url.split(",") if part.strip())
 
     def cluster(self) -> dict[str, Any]:
         return self._object("GET", "/v1/cluster")
@@ -98,16 +112,15 @@ class Client:
 
     def journal(self, job: str) -> Iterator[str]:
         """The job's chain, line by line."""
-        with _Connection(self, ANSWER_SECONDS_MAX) as connection:
-            answer = connection.ask("GET", f"/v1/jobs/{quote(job, safe='')}/journal")
+        path = f"/v1/jobs/{quote(job, safe='')}/journal"
+        with self._ask("GET", path) as answer:
             for line in answer:
                 yield line.decode()
 
     def events(self, after: int | None = None) -> Iterator[dict[str, Any] | None]:
         """Decisions as they happen; None for a sign of life. Ends when the orchestrator does."""
         path = "/v1/events" if after is None else f"/v1/events?after={after}"
-        with _Connection(self, EVENTS_SECONDS_MAX) as connection:
-            answer = connection.ask("GET", path)
+        with self._ask("GET", path, seconds_max=EVENTS_SECONDS_MAX) as answer:
             try:
                 for line in answer:
                     if line.startswith(b"data: "):
@@ -118,8 +131,7 @@ class Client:
                 raise Unreachable(f"the orchestrator's events ended: {error}") from error
 
     def _object(self, method: str, path: str, body: object = None) -> dict[str, Any]:
-        with _Connection(self, ANSWER_SECONDS_MAX) as connection:
-            answer = connection.ask(method, path, body)
+        with self._ask(method, path, body) as answer:
             try:
                 plain = codec.loads(answer.read())
             except (OSError, http.client.HTTPException) as error:
@@ -127,20 +139,77 @@ class Client:
         assert isinstance(plain, dict), f"{path} answered {type(plain).__name__}"
         return plain
 
+    @contextlib.contextmanager
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        seconds_max: float | None = None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The answer of whoever leads."""
+        limit = self.answer_seconds_max if seconds_max is None else seconds_max
+        waiting = list(dict.fromkeys((*self._led, *self.urls)))
+        if not waiting:
+            raise ConfigError("no orchestrator is named; give http://HOST:PORT")
+        asked: list[str] = []
+        trouble: KeepstepError | None = None
+        while waiting:
+            asked.append(waiting.pop(0))
+            alone = not waiting and len(asked) == 1
+            with _Connection(asked[-1], self.token, limit, alone=alone) as connection:
+                try:
+                    answer = connection.ask(method, path, body)
+                except _Unheard as error:
+                    trouble = trouble or error
+                    continue
+                except Unreachable as error:
+                    if method != "GET":
+                        raise
+                    trouble = error
+                    continue
+                except _Elsewhere as error:
+                    trouble = error
+                    if error.leader and error.leader not in asked:
+                        waiting = [error.leader, *(u for u in waiting if u != error.leader)]
+                    continue
+                self._led[:] = asked[-1:]
+                yield answer
+                return
+        self._led.clear()
+        assert trouble is not None
+        raise trouble
+
+
+class _Unheard(Unreachable):
+    """Nobody has heard the question: it may go to another."""
+
+
+class _Elsewhere(Unreachable):
+    """An orchestrator that does not lead; it says who does, if it knows."""
+
+    def __init__(self, message: str, leader: str) -> None:
+        super().__init__(message)
+        self.leader = leader
+
 
 class _Connection:
     """One request's connection, closed on the way out."""
 
-    def __init__(self, client: Client, seconds_max: float) -> None:
-        parts = urlsplit(client.url if "//" in client.url else f"//{client.url}")
+    def __init__(self, url: str, token: str, seconds_max: float, *, alone: bool = True) -> None:
+        parts = urlsplit(url if "//" in url else f"//{url}")
         if parts.scheme not in ("", "http", "https") or not parts.hostname or not parts.port:
-            raise ConfigError(f"{client.url!r} is no orchestrator; give https://HOST:PORT")
-        self._client = client
-        where = (parts.hostname, parts.port)
+            raise ConfigError(f"{url!r} is no orchestrator; give https://HOST:PORT")
+        self._url, self._token, self._seconds_max = url, token, seconds_max
+        # Where others may answer, one that is gone is not waited for.
+        self._connect_max = seconds_max if alone else min(seconds_max, CONNECT_SECONDS_MAX)
+        self._begin_max = seconds_max if alone else min(seconds_max, BEGIN_SECONDS_MAX)
+        where, most = (parts.hostname, parts.port), self._connect_max
         self._connection = (
-            http.client.HTTPSConnection(*where, timeout=seconds_max, context=_secured(os.environ))
+            http.client.HTTPSConnection(*where, timeout=most, context=_secured(os.environ))
             if parts.scheme == "https"
-            else http.client.HTTPConnection(*where, timeout=seconds_max)
+            else http.client.HTTPConnection(*where, timeout=most)
         )
 
     def __enter__(self) -> _Connection:
@@ -150,21 +219,38 @@ class _Connection:
         self._connection.close()
 
     def ask(self, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
-        headers = {"Authorization": f"Bearer {self._client.token}"}
+        headers = {"Authorization": f"Bearer {self._token}"}
         data = None if body is None else codec.dumps(body)
         try:
+            self._connection.connect()
+        except OSError as error:
+            raise _Unheard(self._no_answer(error)) from error
+        try:
+            line = self._connection.sock
+            line.settimeout(self._begin_max if method == "GET" else self._seconds_max)
             self._connection.request(method, path, data, headers)
             answer = self._connection.getresponse()
+            line.settimeout(self._seconds_max)
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(
-                f"no orchestrator answers at {self._client.url} ({error}); "
-                "check --orchestrator, or whether the run has ended"
-            ) from error
+            raise Unreachable(self._no_answer(error)) from error
+        if answer.status == 307 or (answer.status == 503 and answer.getheader("Retry-After")):
+            refusal, location = _refusal(answer), urlsplit(answer.getheader("Location") or "")
+            leader = f"{location.scheme}://{location.netloc}" if location.netloc else ""
+            if self._url.startswith("https:") and location.scheme != "https":
+                # The token does not follow anybody into plain text.
+                leader = ""
+            raise _Elsewhere(str(refusal), leader)
         if answer.status == 429:
-            raise Unreachable(f"{self._client.url} has too many requests of this token; wait")
+            raise Unreachable(f"{self._url} has too many requests of this token; wait")
         if answer.status >= 400:
             raise _refusal(answer)
         return answer
+
+    def _no_answer(self, error: Exception) -> str:
+        return (
+            f"no orchestrator answers at {self._url} ({error}); "
+            "check --orchestrator, or whether the run has ended"
+        )
 
 
 def _secured(environ: Mapping[str, str]) -> ssl.SSLContext:

@@ -64,6 +64,14 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Further:
+    """One more orchestrator to be."""
+
+    listen: str = "127.0.0.1:0"
+    prefix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """What the nodes have in common."""
 
@@ -73,6 +81,8 @@ class ClusterPlan:
     on (0.0.0.0)."""
     prefix: tuple[str, ...] = ()
     """Put before the orchestrator's command."""
+    followers: tuple[Further, ...] = ()
+    """Further orchestrators on the same journal, which then has to be a database."""
     join: str = ""
     """URL of an orchestrator that is already there; then none is started."""
     token_file: Path | None = None
@@ -95,6 +105,7 @@ class LocalCluster:
         self._supervisor: Supervisor | None = None
         self._locks: dict[Path, BinaryIO] = {}
         self._url = plan.join
+        self._client: Client | None = None
 
     # ---------------------------------------------------------------- life
 
@@ -114,8 +125,9 @@ class LocalCluster:
         self._supervisor = Supervisor(self.plan.launcher)
         try:
             if not self.plan.join:
-                self._supervisor.start(self._orchestrator_program())
-                self._wait_for_port()
+                for name in self.orchestrators:
+                    self._supervisor.start(self._orchestrator_program(name))
+                self._wait_for_ports()
             self._wait_for_health()
             for node in self.nodes.values():
                 self._supervisor.start(self._agent_program(node))
@@ -168,7 +180,21 @@ class LocalCluster:
 
     @property
     def client(self) -> Client:
-        return Client(self._url, self.token_file.read_text(encoding="utf-8").strip())
+        if self._client is None or self._client.url != self._url:
+            token = self.token_file.read_text(encoding="utf-8").strip()
+            self._client = Client(self._url, token)
+        return self._client
+
+    @property
+    def orchestrators(self) -> tuple[str, ...]:
+        """Their names; the first one's is ORCHESTRATOR."""
+        further = range(2, 2 + len(self.plan.followers))
+        return (ORCHESTRATOR, *(f"{ORCHESTRATOR}-{number}" for number in further))
+
+    def leader(self) -> str:
+        """The name of the orchestrator that leads; empty while none says so."""
+        known = zip(self.orchestrators, self.client.urls, strict=True)
+        return next((name for name, url in known if _leads(url)), "")
 
     @property
     def token_file(self) -> Path:
@@ -222,12 +248,12 @@ class LocalCluster:
 
     # ---------------------------------------------------------------- breaking things
 
-    def kill_orchestrator(self, *, restart: bool = True) -> None:
-        self.supervisor.kill(ORCHESTRATOR, restart=restart)
+    def kill_orchestrator(self, name: str = ORCHESTRATOR, *, restart: bool = True) -> None:
+        self.supervisor.kill(name, restart=restart)
 
-    def start_orchestrator(self) -> None:
+    def start_orchestrator(self, name: str = ORCHESTRATOR) -> None:
         """Put back an orchestrator that was killed with restart=False."""
-        self.supervisor.resume(ORCHESTRATOR)
+        self.supervisor.resume(name)
 
     def kill_agent(self, node: str, *, restart: bool = True) -> None:
         """The agent alone: its workers train on."""
@@ -276,33 +302,39 @@ class LocalCluster:
         return _marked(self.room(node))
 
     def pid_of(self, name: str) -> int:
-        """Of the orchestrator (ORCHESTRATOR), or of a node's agent."""
-        return self.supervisor.child(name if name == ORCHESTRATOR else _agent(name)).pid
+        """Of an orchestrator (ORCHESTRATOR), or of a node's agent."""
+        return self.supervisor.child(name if name in self.orchestrators else _agent(name)).pid
 
     # ---------------------------------------------------------------- the programs
 
-    def _orchestrator_program(self) -> Program:
-        command = [*self.plan.prefix, sys.executable, "-m", "keepstep.orchestrator"]
-        command += ["--listen", self.plan.listen]
+    def _orchestrator_program(self, name: str) -> Program:
+        where = self._place_of(name)
+        command = [*where.prefix, sys.executable, "-m", "keepstep.orchestrator"]
+        command += ["--listen", where.listen]
         told = {**os.environ, **self.plan.environment}
         config = load(OrchestratorConfig, self.plan.config_file, told)
         if not config.journal:
             command += ["--journal", str(self.run_dir / "journal.db")]
         command += ["--token-file", str(self.token_file)]
-        command += ["--port-file", str(self._port_file)]
+        command += ["--port-file", str(self._port_file(name))]
         if self.plan.config_file is not None:
             command += ["--config", str(self.plan.config_file)]
         # All of it is on this machine, and loopback needs no certificates.
         environment = {TLS: "", **self._environment()}
         if not config.journal_holder:
             # Another run that is given the same database waits; it does not depose this one.
-            environment[HOLDER] = f"{socket.gethostname()}:{self.run_dir}"
+            own = "" if name == ORCHESTRATOR else f":{name}"
+            environment[HOLDER] = f"{socket.gethostname()}:{self.run_dir}{own}"
         if self.plan.config_file is None and SYNCHRONOUS not in os.environ:
             # All our nodes are on this machine: a power cut leaves nobody with orders that the
             # journal has lost, so an append need not wait for the platter.
             environment = {SYNCHRONOUS: "normal", **environment}
-        log = self.run_dir / "orchestrator.log"
-        return Program(ORCHESTRATOR, tuple(command), log, environment)
+        log = self.run_dir / f"{name}.log"
+        return Program(name, tuple(command), log, environment)
+
+    def _place_of(self, name: str) -> Further:
+        first = Further(self.plan.listen, self.plan.prefix)
+        return (first, *self.plan.followers)[self.orchestrators.index(name)]
 
     def _agent_program(self, node: NodePlan) -> Program:
         command = [*node.prefix, sys.executable, "-m", "keepstep.agent"]
@@ -334,35 +366,47 @@ class LocalCluster:
         paths = known if source in known else [source, *known]
         return {"PYTHONPATH": os.pathsep.join(paths), **self.plan.environment}
 
-    @property
-    def _port_file(self) -> Path:
-        return self.run_dir / "orchestrator.port"
+    def _port_file(self, name: str) -> Path:
+        return self.run_dir / f"{name}.port"
 
-    def _wait_for_port(self) -> None:
+    def _wait_for_ports(self) -> None:
+        """Until all orchestrators listen; then everybody can be told where."""
         deadline = time.monotonic() + self.plan.launcher.ready_seconds_max
-        while time.monotonic() < deadline:
-            self.supervisor.check()
-            if self._port_file.exists():
-                port = self._port_file.read_text(encoding="utf-8").strip()
-                host = self.plan.advertise or self.plan.listen.rpartition(":")[0]
-                self._url = f"http://{host}:{port}"
-                (self.run_dir / "orchestrator.url").write_text(f"{self._url}\n", encoding="utf-8")
-                return
-            time.sleep(0.01)
-        said = self.supervisor.child(ORCHESTRATOR).last_words()
-        raise Permanent(f"the orchestrator did not start to listen: {said}")
+        urls = []
+        for name in self.orchestrators:
+            while not self._port_file(name).exists():
+                self.supervisor.check()
+                if time.monotonic() > deadline:
+                    said = self.supervisor.child(name).last_words()
+                    raise Permanent(f"the orchestrator did not start to listen: {said}")
+                time.sleep(0.01)
+            port = self._port_file(name).read_text(encoding="utf-8").strip()
+            host = self._place_of(name).listen.rpartition(":")[0]
+            if name == ORCHESTRATOR:
+                host = self.plan.advertise or host
+            urls.append(f"http://{host}:{port}")
+        self._url = ",".join(urls)
+        (self.run_dir / "orchestrator.url").write_text(f"{self._url}\n", encoding="utf-8")
 
     def _wait_for_health(self) -> None:
         deadline = time.monotonic() + self.plan.launcher.ready_seconds_max
         while True:
             self.supervisor.check()
             try:
-                self.client.health()
-                return
+                if any(_leads(url) for url in self.client.urls):
+                    return
+                raise Unreachable(f"nobody leads at {self._url}; see the logs of orchestrators")
             except Unreachable:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)
+
+
+def _leads(url: str) -> bool:
+    try:
+        return bool(Client(url, "", 2.0).health()["status"] != "following")
+    except Transient:
+        return False
 
 
 def find_job(picture: Mapping[str, Any], job: str) -> dict[str, Any] | None:

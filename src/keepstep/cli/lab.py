@@ -1,6 +1,7 @@
 """`keepstep lab`: experiments on a cluster of your own making. Never touches anybody's job.
 
 keepstep lab chaos      a real job under real faults, compared bit for bit with a fault-free run
+keepstep lab failover   the same while leaders and their database are struck
 keepstep lab simulate   the real brain under a virtual clock: small clusters and a hostile network,
                         or with --gpus a month of a whole fleet
 """
@@ -20,6 +21,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     lab = commands.add_parser("lab", help="experiments: fault campaigns, the simulator")
     inner = lab.add_subparsers(title="experiments", metavar="EXPERIMENT", required=True)
     _add_chaos(inner)
+    _add_failover(inner)
     _add_simulate(inner)
 
 
@@ -33,12 +35,13 @@ def _add_chaos(inner: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     option("--seed", type=int, default=None, help="the same seed gives the same faults")
     option(
         "--mix",
-        choices=("unplanned", "planned", "all", "hold", "fallback", "user", "flips"),
+        choices=("unplanned", "planned", "all", "hold", "fallback", "user", "flips", "failover"),
         default="unplanned",
         metavar="MIX",
         help="unplanned (default); planned: ranks are moved while all is well; all: both; hold, "
         "fallback, user: kinds "
-        "that do not end in a plain live resume; flips: bits flip at rest",
+        "that do not end in a plain live resume; flips: bits flip at rest; failover: leaders and "
+        "their PostgreSQL are struck",
     )
     option(
         "--check-steps",
@@ -80,6 +83,18 @@ def run_chaos(asked: argparse.Namespace) -> int:
         run_dir=asked.run_dir.resolve() if asked.run_dir else None,
     )
     return campaign.run(plan)
+
+
+def _add_failover(inner: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    failover = inner.add_parser("failover", help="two orchestrators on a PostgreSQL, struck")
+    option = failover.add_argument
+    option("--faults", type=int, default=10, metavar="N", help="how many (default 10)")
+    option("--seed", type=int, default=None, help="the same seed gives the same faults")
+    option("--kinds", default="", metavar="A,B", help="only these kinds")
+    option("--out", type=Path, metavar="FILE", help="the raw result, JSON; gzip if it ends in .gz")
+    option("--run-dir", type=Path, metavar="DIR", help="logs (default: temporary)")
+    rest = {"world": 2, "nodes": 2, "spares": 2, "mix": "failover", "parallel": "ddp"}
+    failover.set_defaults(run=run_chaos, sabotage="", check_steps=None, **rest)
 
 
 def _add_simulate(inner: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

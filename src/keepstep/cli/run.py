@@ -336,7 +336,8 @@ def _name_for(script: str) -> str:
 
 def address_towards(url: str) -> str:
     """Our address on the way to the orchestrator: whoever reaches that can reach us."""
-    parts = urlsplit(url if "//" in url else f"//{url}")
+    first = url.split(",")[0].strip()
+    parts = urlsplit(first if "//" in first else f"//{first}")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             # Nothing is sent: the kernel only looks up the route.

@@ -43,6 +43,7 @@ def status_lines(picture: Plain, paint: Painter = plain, columns: int = COLUMNS)
         lines.append(paint(f"FROZEN since {since}: {frozen['why']}", "bad"))
     if doubt := picture.get("self_doubt"):
         lines.append(paint(f"IN DOUBT since {_clock(doubt['since'])}: {doubt['why']}", "bad"))
+    lines += [paint(line, "dim") for line in control_plane_lines(picture)]
     if not picture["jobs"]:
         lines.append("no jobs; start one with `keepstep run`")
     for job in picture["jobs"].values():
@@ -56,6 +57,22 @@ def status_lines(picture: Plain, paint: Painter = plain, columns: int = COLUMNS)
     if drained:
         lines += ["", paint(f"drained: {_some(drained)}", "busy")]
     return fit(lines, columns)
+
+
+def control_plane_lines(picture: Plain) -> list[str]:
+    """When nobody could decide, and what the journal has lost."""
+    control = picture["control_plane"]
+    lines = []
+    if outages := control["outages"]:
+        last = outages[-1]
+        lines.append(
+            f"control plane down {_duration(control['down_seconds'])} in all, last for "
+            f"{_duration(last['seconds'])} until {_clock(last['at'])}: {last['why']}"
+        )
+    if gaps := control["gaps"]:
+        first, last = min(g["first"] for g in gaps), max(g["last"] for g in gaps)
+        lines.append(f"the journal lacks entries {first} to {last}, which nodes have obeyed")
+    return lines
 
 
 def job_lines(
@@ -76,6 +93,8 @@ def job_lines(
     if job["fallbacks"]:
         parts.append(paint(f"fallbacks {job['fallbacks']}", "bad"))
     lines = ["  ".join(map(glued, parts))]
+    if job["unsure"]:
+        lines.append("  " + paint(str(job["unsure"]), "bad"))
     if job["migration"]:
         lines.append("  " + migration_line(job["migration"], picture["now"], paint))
     if job["loan"]:
@@ -318,11 +337,11 @@ def pause_lines(incident: Plain, width: int = 40) -> list[str]:
         return ["nothing measured yet"]
     known = [name for name in (*shown.PHASES, "hold", "save", "fallback") if name in parts]
     order = known + sorted(parts.keys() - set(known))
-    lines = []
+    lines, wide = [], max(10, *map(len, order))
     for name in order:
         bar = "#" * round(width * parts[name] / total) if total else ""
-        lines.append(f"{name:<10} {_seconds(parts[name]):>9}  {bar}".rstrip())
-    return [*lines, f"{'together':<10} {_seconds(total):>9}"]
+        lines.append(f"{name:<{wide}} {_seconds(parts[name]):>9}  {bar}".rstrip())
+    return [*lines, f"{'together':<{wide}} {_seconds(total):>9}"]
 
 
 # ---------------------------------------------------------------- the live view

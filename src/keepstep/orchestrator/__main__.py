@@ -1,8 +1,9 @@
 """The orchestrator's process: `python -m keepstep.orchestrator --journal … --token-file …`.
 
-It prints nothing but its log. It ends with 0 when told to leave, with 3 when another leader has
-taken over (do not restart it then), and with 2 when it was started wrongly. Where the journal is a
-database that another orchestrator has a lease of, it waits until that lease ends.
+It prints nothing but its log. It ends with 0 when told to leave, and with 2 when it was started
+wrongly. Where the journal is a database it follows whoever leads, leads when nobody does, and
+follows again when it was deposed: see follow.py. Where it is a file, it ends with 3 when another
+leader has taken over (do not restart it then).
 """
 
 from __future__ import annotations
@@ -15,20 +16,28 @@ import resource
 import signal
 import ssl
 import sys
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from keepstep import codec, logs, tls
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig, load
-from keepstep.errors import ConfigError, Deposed, Transient
-from keepstep.orchestrator import alerts
+from keepstep.errors import Alone, Behind, ConfigError, Deposed, Transient
+from keepstep.ledger.signing import Signer
+from keepstep.model import Term
+from keepstep.orchestrator import alerts, replica
 from keepstep.orchestrator.access import Gate
 from keepstep.orchestrator.api import Api
 from keepstep.orchestrator.exporting import signer_of
-from keepstep.orchestrator.http import HttpServer
+from keepstep.orchestrator.follow import Follower, elsewhere, reached_at
+from keepstep.orchestrator.http import Handler, HttpServer, Reply, Request
 from keepstep.orchestrator.journal import Journal
+from keepstep.orchestrator.journal_postgres import PostgresJournal
 from keepstep.orchestrator.journals import open_journal, refuse_password
 from keepstep.orchestrator.run import Orchestrator
+from keepstep.orchestrator.stepping_down import OTHERS_SECONDS
 from keepstep.orchestrator.tokens import Tokens
 
 EXIT_USAGE = 2
@@ -44,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         token = _token(asked.token_file)
         mapping = asked.alerts or config.alerts_file
         rules = alerts.load(Path(mapping)) if mapping else {}
-        return asyncio.run(_lead(asked, config, token, rules))
+        return asyncio.run(_serve(asked, config, token, rules))
     except ConfigError as error:
         print(f"keepstep orchestrator: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -53,51 +62,119 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_DEPOSED
 
 
-async def _lead(
+async def _serve(
     asked: argparse.Namespace, config: OrchestratorConfig, token: str, rules: alerts.Rules
 ) -> int:
     refuse_password(asked.journal)
     gate, secure = _gate(config, token), _secure(config)
     where = asked.journal or config.journal
     journal = open_journal(where, config)
-    signer = signer_of(where, config)
-    orchestrator = await _take_over(journal, config, token)
-    server = HttpServer(
-        Api(orchestrator, journal, gate, rules, log, signer).handle,
-        connections_max=config.connections_max,
-    )
+    door = Door()
+    server = HttpServer(door.handle, connections_max=config.connections_max)
     host, wanted = _host_and_port(asked.listen)
-    port = await _listen(server, (host, wanted), asked.port_file, secure)
-    log("listening", host=host, port=port, term=orchestrator.term, tls=secure is not None)
-    leading = asyncio.create_task(orchestrator.run())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leading.cancel)
+    place = Place(journal, config, token, gate, rules, signer_of(where, config))
     try:
-        await leading
-    except asyncio.CancelledError:
-        log("leaving", why="asked to by a signal")
+        if isinstance(journal, PostgresJournal):
+            port = await _listen(server, (host, wanted), asked.port_file, secure)
+            log("listening", host=host, port=port, tls=secure is not None)
+            endpoint = reached_at(config.advertise, host, port, secure=secure is not None)
+            work = _follow_and_lead(place, journal, door, server, endpoint)
+        else:
+            # Nobody else is on a file: whoever comes to us finds a leader.
+            orchestrator = place.lead(door, replica.begin(journal))
+            port = await _listen(server, (host, wanted), asked.port_file, secure)
+            log("listening", host=host, port=port, term=orchestrator.term, tls=secure is not None)
+            work = _lead_alone(place, orchestrator, door, server)
+        await _until_told(work)
     finally:
         await server.close()
         journal.close()
     return 0
 
 
-async def _take_over(journal: Journal, config: OrchestratorConfig, token: str) -> Orchestrator:
-    """Lead as soon as the journal lets us: its database may be away, or another may have a lease.
+async def _until_told(work: Coroutine[Any, Any, None]) -> None:
+    """Until a signal asks us to leave, or the work itself ends with an error."""
+    working = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, working.cancel)
+    try:
+        await working
+    except asyncio.CancelledError:
+        log("leaving", why="asked to by a signal")
 
-    Nobody is listened to before: agents go to the one that leads.
-    """
-    told = ""
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What an orchestrator is made of, whether it leads or follows."""
+
+    journal: Journal
+    config: OrchestratorConfig
+    token: str
+    gate: Gate
+    rules: alerts.Rules
+    signer: Signer | None
+
+    def lead(self, door: Door, begun: replica.Begun) -> Orchestrator:
+        """A term has begun: from now on its leader answers at the door."""
+        leader = Orchestrator(self.journal, self.config, RealClock(), self.token, log, begun)
+        api = Api(leader, self.journal, self.gate, self.rules, log, self.signer)
+        door.handle_by(api.handle)
+        return leader
+
+
+class Door:
+    """Who answers requests at the moment: the leader's interface, or the follower's."""
+
+    def __init__(self) -> None:
+        self._handler: Handler | None = None
+
+    def handle_by(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def handle(self, request: Request) -> Reply:
+        if self._handler is None:
+            return elsewhere("", "it is only starting")
+        return await self._handler(request)
+
+
+async def _lead_alone(place: Place, leader: Orchestrator, door: Door, server: HttpServer) -> None:
+    """Lead until deposed. A journal that was put back to an earlier time gets a new term."""
     while True:
         try:
-            return Orchestrator(journal, config, RealClock(), token, log)
+            await leader.run()
+        except Behind as error:
+            log("journal.behind", why=str(error))
+            await server.cut()
+            leader = place.lead(door, replica.begin(place.journal, Term(error.term)))
+
+
+async def _follow_and_lead(
+    place: Place, journal: PostgresJournal, door: Door, server: HttpServer, endpoint: str
+) -> None:
+    """Follow, lead, and follow again when somebody else has taken over: for ever."""
+    above, wait_seconds = Term(0), 0.0
+    while True:
+        follower = Follower(journal, endpoint, log)
+        door.handle_by(follower.handle)
+        begun = await follower.until_leading(above, wait_seconds)
+        wait_seconds = 0.0
+        try:
+            await place.lead(door, begun).run()
+        except Deposed as error:
+            log("following", why=str(error))
+        except Behind as error:
+            log("journal.behind", why=str(error))
+            above = Term(error.term)
+        except Alone as error:
+            log("stepping_down", why=str(error))
+            journal.let_go()
+            wait_seconds = OTHERS_SECONDS
         except Transient as error:
-            if str(error) != told:
-                told = str(error)
-                log("waiting", why=told)
-            seconds = error.retry_after_seconds
-        await asyncio.sleep(seconds)
+            log("waiting", why=str(error))
+        # Whoever still waits for an answer of that leader gets none.
+        door.handle_by(follower.handle)
+        await server.cut()
 
 
 def _gate(config: OrchestratorConfig, token: str) -> Gate:

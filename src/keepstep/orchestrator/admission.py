@@ -16,7 +16,7 @@ from keepstep import tls, wire
 from keepstep.model import JobSpec, Policy, Rank
 from keepstep.orchestrator import planned
 from keepstep.orchestrator.http import BadRequest
-from keepstep.orchestrator.state import Job
+from keepstep.orchestrator.state import Job, NodeState
 from keepstep.orchestrator.tokens import NAME, Caller
 
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -146,3 +146,18 @@ def why_not_agent(
     if len(hello.labels) > LABELS_MAX or any(len(text) > 256 for text in texts):
         return f"a node has at most {LABELS_MAX} labels, of 256 characters each"
     return ""
+
+
+def why_taken(hello: wire.Hello, here: str, known: NodeState | None) -> str:
+    """Why a node cannot have its name: somebody else has it, or is about to come back. Agents
+    restart, leaders change. `here` is the boot of the one that is connected, if one is.
+
+    A machine that died without a word gives its name back once it is silent.
+    """
+    if here:
+        taken = here != hello.boot
+    else:
+        taken = known is not None and known.alive and known.boot != hello.boot
+    if not taken:
+        return ""
+    return f"a node called {hello.node} is here already; give this one another name with --node"

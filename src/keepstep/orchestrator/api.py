@@ -163,7 +163,9 @@ class Api:
 
     async def _healthz(self, _: Call) -> Reply:
         status = "cut off" if self._orchestrator.cut_off else "leading"
-        return json_response({"status": status, "term": self._orchestrator.term})
+        leader = self._orchestrator.endpoint or None
+        health = {"status": status, "term": self._orchestrator.term, "leader": leader}
+        return json_response(health)
 
     async def _openapi(self, _: Call) -> Reply:
         return json_response(openapi.document(ROUTES))

@@ -22,9 +22,11 @@ from keepstep.orchestrator import (
     migration,
     nodes,
     observe,
+    outages,
     planned,
     planning,
     policy,
+    reconcile,
     requests,
     seating,
     slots,
@@ -32,9 +34,11 @@ from keepstep.orchestrator import (
     taints,
 )
 from keepstep.orchestrator.events import (
+    ControlPlaneBack,
     DrainAsked,
     Event,
     FreezeAsked,
+    JournalBehind,
     LinkLost,
     MigrateAsked,
     NodeSilent,
@@ -137,7 +141,11 @@ def _dispatch(turn: Turn, event: Event) -> None:
             nodes.hello(turn, event)
         case Observed() | Stalled() | PhaseReport() | StandbyReport():
             job = _sender_and_job(turn, event.node, event.job)
-            if job is not None:
+            if job is not None and job.unsure is not None and isinstance(event, Observed):
+                reconcile.ended(turn, job, event)
+            elif job is not None and job.unsure is not None:
+                turn.ignore(f"message about {event.job} ignored: its ranks are not found yet")
+            elif job is not None:
                 _message(turn, job, event)
             elif isinstance(event, Observed) and event.node in turn.cluster.nodes:
                 # A stray of a job that is over: at least its slot is free.
@@ -169,7 +177,12 @@ def _dispatch(turn: Turn, event: Event) -> None:
             turn.cluster.term = event.term
             turn.cluster.migrations_max = event.migrations_max
             turn.note(f"term {event.term} began")
+            outages.term_began(turn, event)
             nodes.term_began(turn)
+        case ControlPlaneBack():
+            outages.book(turn, event.seconds, event.why)
+        case JournalBehind():
+            reconcile.behind(turn, event)
         case Tick():
             _tick(turn, event)
         case _:
@@ -179,7 +192,10 @@ def _dispatch(turn: Turn, event: Event) -> None:
 def _message(turn: Turn, job: Job, event: Observed | Stalled | PhaseReport | StandbyReport) -> None:
     match event:
         case Observed():
+            before = job.incident
             _observed(turn, job, event)
+            if job.incident is not before:
+                outages.told_late(turn, job, event.age_seconds)
         case Stalled():
             _stalled(turn, job, event)
         case PhaseReport():
@@ -464,6 +480,7 @@ def _tick(turn: Turn, event: Tick) -> None:
         taints.tick(turn)
         homes.tick(turn)
         lending.tick(turn)
+        reconcile.tick(turn)
     for name in turn.cluster.open_jobs:
         job = turn.cluster.jobs[name]
         if _nothing_due(job) or job.roster is None or policy.stands_still(turn.cluster, job):
@@ -520,6 +537,8 @@ def _use_room(turn: Turn) -> None:
     for job in jobs:
         if first is not None and job.spec.priority < first:
             break
+        if job.unsure is not None:
+            continue
         migration.step(turn, job, Room())
         planned.begin(turn, job)
         if lending.seek(turn, job):

@@ -1,8 +1,8 @@
 """Clocks that stood still: time in which nobody could have been on time counts against nobody.
 
-Two things stop the brain's clocks: our own loop was starved, and what others said in the meantime
-is still unread; or an operator has frozen the cluster. Afterwards every budget goes on with as
-much of it left as there was before.
+Three things stop the brain's clocks: our own loop was starved, and what others said in the meantime
+is still unread; nobody led, or the journal was away; or an operator has frozen the cluster.
+Afterwards every budget goes on with as much of it left as there was before.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from keepstep.orchestrator.state import Job, Migration, NodeState
 from keepstep.orchestrator.turn import Turn
 
 
-def late(turn: Turn, seconds: float) -> None:
-    """Our own loop was late by so much."""
+def late(turn: Turn, seconds: float, part: str = "late") -> None:
+    """Our own loop was late by so much; `part` is what the pause of a job is put down to."""
     cluster, since = turn.cluster, turn.now - seconds
     for node in cluster.doubtful if not cluster.frozen else ():
         _shift_node(turn, cluster.nodes[node], since)
     for name in cluster.open_jobs:
         if not policy.stands_still(cluster, cluster.jobs[name]):
-            shift_job(turn, cluster.jobs[name], since, "late")
+            shift_job(turn, cluster.jobs[name], since, part)
 
 
 def shift_job(turn: Turn, job: Job, since: float, part: str) -> None:

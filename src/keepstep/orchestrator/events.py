@@ -6,12 +6,12 @@ back and stepping again gives the same state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep import codec
 from keepstep.errors import WireError
-from keepstep.model import TAINT_SECONDS, JobId, JobSpec, NodeId, Rank, Severity, Term
+from keepstep.model import TAINT_SECONDS, Generation, JobId, JobSpec, NodeId, Rank, Severity, Term
 from keepstep.wire import Health, Hello, Observed, PhaseReport, Publish, Stalled, StandbyReport
 
 
@@ -152,6 +152,33 @@ class TermBegan:
     term: Term
     migrations_max: int = 0
     """By its settings: jobs that may be moved at once; 0: any number."""
+    down_seconds: float = 0.0
+    """So long nobody had written to the journal, by its own clock: nobody led."""
+    seq: int = -1
+    """Where the journal stood: nothing later is of an earlier term. -1: an older Keepstep wrote
+    this and did not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlaneBack:
+    """The journal could not be written for a while, and nothing was decided meanwhile."""
+
+    seconds: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class JournalBehind:
+    """A node has obeyed what this journal does not have: it was restored from a copy, or its
+    database lost what it had confirmed."""
+
+    node: NodeId
+    term_seen: Term
+    seq_seen: int
+    first: int
+    """Of the entries that are missing, as far as this node knows: first to seq_seen."""
+    obeyed: dict[str, Generation] = field(default_factory=dict)
+    """As in its Hello."""
 
 
 Asked = (
@@ -189,6 +216,8 @@ Event = (
     | LinkLost
     | Tick
     | TermBegan
+    | ControlPlaneBack
+    | JournalBehind
 )
 
 _KINDS: dict[str, type] = {
@@ -215,6 +244,8 @@ _KINDS: dict[str, type] = {
         LinkLost,
         Tick,
         TermBegan,
+        ControlPlaneBack,
+        JournalBehind,
     )
 }
 

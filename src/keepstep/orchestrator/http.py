@@ -201,6 +201,10 @@ class HttpServer:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        """End every connection; new ones are still taken."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

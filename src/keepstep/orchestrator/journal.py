@@ -66,6 +66,21 @@ class Standing:
     lease_seconds: float = 0.0
     """How long the store lets nobody else begin a term after a write; 0: it never does. A leader
     that has nothing to write appends nothing in time."""
+    vacant_seconds: float = 0.0
+    """At the start of a term: how long nobody had written, on the store's own clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one who does not lead sees of who does."""
+
+    term: Term
+    seq: int
+    holder: str
+    endpoint: str
+    """Where that leader is reached; empty: it did not say."""
+    lease_seconds_left: float
+    """0: anybody may begin a term."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +106,10 @@ class Link:
 class Journal(Protocol):
     """What the loop needs of a journal, whatever stores it."""
 
-    def begin_term(self) -> Standing:
-        """Take over: a term higher than any before it. Whoever wrote until now is deposed.
-        Transient while somebody else has a lease; it says for how long."""
+    def begin_term(self, endpoint: str = "", above: Term = Term(0)) -> Standing:
+        """Take over: a term higher than any before it, and than `above`. Whoever wrote until now is
+        deposed. `endpoint` is where others may send agents and operators. Transient while somebody
+        else has a lease; it says for how long."""
 
     def append(self, term: Term, expected_head: str, entries: Sequence[Entry]) -> Standing:
         """All the entries or none, on disk when this returns. Of none, it is the proof that this
@@ -111,6 +127,19 @@ class Journal(Protocol):
     def close(self) -> None:
         """Let go of the store, and of the lease."""
 
+
+class SharedJournal(Journal, Protocol):
+    """What followers need besides: a journal that others write, and that they read."""
+
+    def look(self) -> Look:
+        """Who leads, and for how long at least."""
+
+    def tail(self, after: int) -> tuple[tuple[int, str], ...]:
+        """The entries after a seq, oldest first, each with its seq and its canonical JSON; at most
+        TAIL_ENTRIES_MAX of them."""
+
+
+TAIL_ENTRIES_MAX = 2000
 
 Place = tuple[int, str]
 """The number and the hash of a chain's newest link."""

@@ -1,6 +1,6 @@
 """The journal of a cluster: a PostgreSQL database, written by one leader at a time.
 
-    standing   one row: term, seq, head | holder, expires_at
+    standing   one row: term, seq, head | holder, expires_at | endpoint, written_at
     entries    links    heads    snapshots     as in SQLite
 
 Each write is one statement and one round trip. It locks the one row of `standing`, compares the
@@ -34,10 +34,12 @@ from keepstep.orchestrator.journal import (
     CLUSTER,
     SNAPSHOTS_KEPT,
     START,
+    TAIL_ENTRIES_MAX,
     Entry,
     Growth,
     Link,
     Loaded,
+    Look,
     Place,
     Standing,
     grow,
@@ -88,19 +90,32 @@ SELECT set_config('statement_timeout', '10s', false),
 """
 _HURRY = "SELECT set_config('lock_timeout', %s, false)"
 _BEGIN = """
-UPDATE keepstep.standing
-SET term = term + 1, holder = %(holder)s,
-    expires_at = clock_timestamp() + make_interval(secs => %(lease)s)
-WHERE holder = %(holder)s OR expires_at <= clock_timestamp()
-RETURNING term
+WITH before AS (
+    SELECT expires_at, written_at FROM keepstep.standing
+    WHERE (%(returning)s AND holder = %(holder)s) OR expires_at <= clock_timestamp()
+    FOR UPDATE  -- Of nobody whose lease goes on.
+)
+UPDATE keepstep.standing s
+SET term = greatest(s.term, %(above)s) + 1, holder = %(holder)s,
+    endpoint = %(endpoint)s, endpoint_term = greatest(s.term, %(above)s) + 1,
+    expires_at = clock_timestamp() + make_interval(secs => %(lease)s),
+    written_at = clock_timestamp()
+FROM before  -- Anybody's last write: who writes no written_at has a lease all the same.
+RETURNING s.term, CASE WHEN before.expires_at = '-infinity' THEN 0.0 ELSE
+    greatest(0.0, extract(epoch FROM clock_timestamp() - greatest(before.written_at,
+        before.expires_at - make_interval(secs => %(lease)s)))::float8) END
 """
 _LEASE = """
 SELECT term, holder, extract(epoch FROM
     -- By now its holder may have let go of it, or an older Keepstep have left -infinity there.
-    greatest(expires_at, clock_timestamp()) - clock_timestamp())::float8
+    greatest(expires_at, clock_timestamp()) - clock_timestamp())::float8,
+    seq, CASE WHEN endpoint_term = term THEN endpoint ELSE '' END
 FROM keepstep.standing
 """
-_LET_GO = "UPDATE keepstep.standing SET expires_at = clock_timestamp() WHERE term = %s"
+_LET_GO = """
+UPDATE keepstep.standing SET expires_at = clock_timestamp(), written_at = clock_timestamp()
+WHERE term = %s
+"""
 _STANDING = """
 SELECT s.term, s.seq, s.head, s.holder, h.chain, h.number, h.hash
 FROM keepstep.standing s LEFT JOIN keepstep.heads h ON true
@@ -109,7 +124,8 @@ _LEAD = """
 WITH lead AS (
     UPDATE keepstep.standing
     SET seq = %(seq)s, head = %(head)s,
-        expires_at = clock_timestamp() + make_interval(secs => %(lease)s)
+        expires_at = clock_timestamp() + make_interval(secs => %(lease)s),
+        written_at = clock_timestamp()
     WHERE term = %(term)s AND head = %(expected)s
     RETURNING term
 ), linked AS (
@@ -149,6 +165,7 @@ kept AS (
 SELECT term FROM lead
 """
 )
+_TAIL = "SELECT seq, body FROM keepstep.entries WHERE seq > %s ORDER BY seq LIMIT %s"
 _PAGE = """
 SELECT number, hash, coalesce(links.body, entries.body)
 FROM keepstep.links LEFT JOIN keepstep.entries USING (seq)
@@ -184,7 +201,7 @@ class PostgresJournal:
     def __init__(self, url: str, *, holder: str = "", lease_seconds: float = 10.0) -> None:
         self._psycopg = driver()
         self._settings = self._read(url)
-        self._holder = holder or socket.gethostname()
+        self._holder = holder
         self._lease = lease_seconds
         self._connection: Connection | None = None
         self._threads = ThreadPoolExecutor(1, "keepstep-journal")
@@ -193,6 +210,8 @@ class PostgresJournal:
         self._chains: _Chains | None = None
         self._led: Term | None = None
         """The term that we began last."""
+        self._returning = True
+        """A lease under our name is of the process before us; later it is of a namesake."""
         self._doubts: dict[str, Growth] = {}
         """Writes that may have landed, by the head that they would have left."""
         self._moved: dict[str, str] = {}
@@ -200,29 +219,41 @@ class PostgresJournal:
 
     # ---------------------------------------------------------------- the lease
 
-    def begin_term(self) -> Standing:
+    def begin_term(self, endpoint: str = "", above: Term = Term(0)) -> Standing:
+        asked = {"holder": self._holder or endpoint or socket.gethostname(), "lease": self._lease}
+        asked |= {"endpoint": endpoint, "above": above, "returning": self._returning}
         with self._session(CALL_SECONDS_MAX) as connection:
             # The lease and the chains in one transaction, with the row locked: nobody writes
             # between the two.
             with connection.transaction():
-                asked = {"holder": self._holder, "lease": self._lease}
                 taken = connection.execute(_BEGIN, asked).fetchone()
+                self._returning = False
                 if taken is None:
                     raise _leads_already(connection.execute(_LEASE).fetchone())
                 chains = _read_chains(connection)
         self._chains, self._led, self._doubts, self._moved = chains, chains.term, {}, {}
         heads = {chain: hash_ for chain, (_, hash_) in chains.places.items() if chain != CLUSTER}
-        return Standing(chains.term, chains.seq, chains.head, heads, self._lease)
+        return Standing(chains.term, chains.seq, chains.head, heads, self._lease, taken[1])
 
-    def close(self) -> None:
-        """Let go of the lease, if it is still ours and the database is there to be told."""
+    def look(self) -> Look:
+        with self._session(BRIEF_SECONDS_MAX) as connection:
+            row = connection.execute(_LEASE).fetchone()
+        assert row is not None, "the one row of the standing is there since the first migration"
+        term, holder, seconds, seq, endpoint = row
+        return Look(Term(term), seq, holder, endpoint, max(0.0, seconds))
+
+    def let_go(self) -> None:
+        """Of the lease, if it is still ours and the database is there to be told."""
         if self._led is not None:
             try:
                 with self._session(BRIEF_SECONDS_MAX) as connection:
                     connection.execute(_LET_GO, (self._led,))
             except (Transient, Permanent, ConfigError):
                 pass  # It ends by itself.
-            self._led = None
+        self._led = None
+
+    def close(self) -> None:
+        self.let_go()
         self._drop()
         if self._connecting is not None:
             self._connecting.add_done_callback(_close_unused)
@@ -336,6 +367,10 @@ class PostgresJournal:
                 if link and said == snapshot_link(at_seq, body):
                     return Loaded(codec.loads(body), at_seq, _entries_after(connection, at_seq))
             return Loaded(None, 0, _entries_after(connection, 0))
+
+    def tail(self, after: int) -> tuple[tuple[int, str], ...]:
+        with self._session(CALL_SECONDS_MAX) as connection:
+            return tuple(connection.execute(_TAIL, (after, TAIL_ENTRIES_MAX)).fetchall())
 
     def export(self, chain: str) -> Iterator[Link]:
         # Pages rather than one cursor: the loop appends between two pages and nothing is locked.
@@ -462,7 +497,7 @@ def _refuse_others(term: Term, expected_head: str, found: _Chains) -> None:
 
 def _leads_already(row: tuple[Any, ...] | None) -> Transient:
     assert row is not None, "the one row of the standing is there since the first migration"
-    term, holder, seconds = row
+    term, holder, seconds = row[:3]
     return Transient(
         f"{holder} leads term {term}, and its lease has {max(seconds, 0.0):.1f} s to go",
         # Not only at its end: a holder that leaves in good order lets go of it earlier.

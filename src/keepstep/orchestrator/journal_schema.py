@@ -45,6 +45,14 @@ MIGRATIONS: tuple[LiteralString, ...] = (
         ADD COLUMN holder text NOT NULL DEFAULT '',
         ADD COLUMN expires_at timestamptz NOT NULL DEFAULT '-infinity';
     """,
+    # 3: where the leader is reached, for followers to say, and when it last wrote. A leader of
+    # version 2 writes neither: its endpoint is not believed, because the term beside it is older.
+    """
+    ALTER TABLE keepstep.standing
+        ADD COLUMN endpoint text NOT NULL DEFAULT '',
+        ADD COLUMN endpoint_term bigint NOT NULL DEFAULT 0,
+        ADD COLUMN written_at timestamptz NOT NULL DEFAULT '-infinity';
+    """,
 )
 LOCK = 0x6B656570_73746570
 """The advisory lock's key, "keepstep" in ASCII."""

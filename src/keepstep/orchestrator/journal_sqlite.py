@@ -74,9 +74,10 @@ class SqliteJournal:
         self._connection.execute(f"PRAGMA wal_autocheckpoint={WAL_PAGES_MAX}")
         self._connection.executescript(_SCHEMA)
 
-    def begin_term(self) -> Standing:
+    def begin_term(self, endpoint: str = "", above: Term = Term(0)) -> Standing:
+        del endpoint  # Nobody else on this file is sent anywhere.
         with _Transaction(self._connection):
-            self._connection.execute("UPDATE standing SET term = term + 1")
+            self._connection.execute("UPDATE standing SET term = max(term, ?) + 1", (above,))
             term, seq = self._term_and_seq()
             rows = self._connection.execute("SELECT chain, hash FROM heads").fetchall()
         heads = dict(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from keepstep.config import OrchestratorConfig, need
+from keepstep.config import OrchestratorConfig
 from keepstep.errors import ConfigError
 from keepstep.orchestrator.journal import Journal
 from keepstep.orchestrator.journal_postgres import PostgresJournal
@@ -24,12 +24,6 @@ def open_journal(where: str, config: OrchestratorConfig) -> Journal:
     A place that is refused is not quoted: it may hold a password.
     """
     if re.match(_DATABASE, where):
-        # Only here is it known whether there is a lease at all.
-        need(
-            3 * config.tick_seconds <= config.lease_seconds,
-            f"tick_seconds ({config.tick_seconds}) must fit three times into lease_seconds "
-            f"({config.lease_seconds}): an idle leader renews its lease when it ticks",
-        )
         return PostgresJournal(
             where, holder=config.journal_holder, lease_seconds=config.lease_seconds
         )

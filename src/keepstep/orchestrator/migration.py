@@ -115,7 +115,8 @@ def _fault(turn: Turn, job: Job, fault: Fault) -> None:
 def _after_fault(turn: Turn, job: Job, fault: Fault) -> None:
     migration, _ = in_migration(job)
     if policy.stands_still(turn.cluster, job):
-        turn.note("the cluster is frozen: nothing is done about it before it is unfrozen", job)
+        frozen = "the cluster is frozen: nothing is done about it before it is unfrozen"
+        turn.note(frozen if turn.cluster.frozen else "nothing is done about it so far", job)
         if migration.phase is not Phase.FALLBACK:
             allocate.begin(turn, job)
         return

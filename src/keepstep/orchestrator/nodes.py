@@ -21,6 +21,7 @@ from keepstep.orchestrator import (
     observe,
     orders,
     planned,
+    reconcile,
     roster,
     slots,
     spares,
@@ -68,12 +69,14 @@ def hello(turn: Turn, event: Hello) -> None:
         _store_moved(turn, state)
     what = "is back" if returned else "says hello"
     turn.note(f"node {event.node} {what} with {event.slots} slots, boot {event.boot}")
+    reconcile.hear(turn, state, event)
     _compare_workers(turn, state, event.workers)
     _compare_standbys(turn, state, event.standbys)
     for name in sorted({user.job for user in state.uses.values()}):
         job = cluster.jobs.get(name)
-        if job is not None and not job.state.over:
+        if job is not None and not job.state.over and job.unsure is None:
             orders.tell(turn, job, only=event.node)
+    reconcile.settle_all(turn)
     slots.index(cluster, state)
 
 
@@ -119,7 +122,8 @@ def _store_moved(turn: Turn, state: NodeState) -> None:
 def _compare_workers(turn: Turn, state: NodeState, facts: tuple[WorkerFact, ...]) -> None:
     listed = {(fact.job, fact.rank, fact.incarnation) for fact in facts}
     for fact in facts:
-        if not _rightful(turn, state, fact) and not sabotage.off("fence"):
+        stray = not _rightful(turn, state, fact) and not sabotage.off("fence")
+        if stray and not reconcile.left_alone(turn, state, fact):
             _fence_stray(turn, state, fact)
     for slot in sorted(state.uses):
         # Read anew: what was decided about one may have changed another.
@@ -130,6 +134,8 @@ def _compare_workers(turn: Turn, state: NodeState, facts: tuple[WorkerFact, ...]
             slots.release(turn.cluster, state.node, slot)
             continue
         job = turn.cluster.jobs[user.job]
+        if job.unsure is not None:
+            continue
         if waiting := planned.waits_here(job, user):
             if not planned.untold(job, waiting):
                 planned.lose(turn, job, waiting, "not found by its restarted agent")
@@ -191,6 +197,8 @@ def _compare_standbys(turn: Turn, state: NodeState, facts: tuple[StandbyFact, ..
         if user.rank >= 0:
             continue
         job = cluster.jobs[user.job]
+        if job.unsure is not None:
+            continue
         fact = listed.get(slot)
         if fact is None or fact.job != user.job:
             spares.start_standby(turn, job, job.standbys[slot_key(state.node, slot)])
@@ -324,7 +332,8 @@ def _due(turn: Turn, settle_seconds: float) -> dict[NodeId, str]:
 def _given_up(turn: Turn, state: NodeState, settle_seconds: float) -> str:
     if state.silent_at < 0 and (state.linked or turn.now < state.unlinked_at):
         return ""
-    jobs = [turn.cluster.jobs[name] for name in sorted({u.job for u in state.uses.values()})]
+    known = turn.cluster.jobs
+    jobs = [known[name] for name in sorted({u.job for u in state.uses.values()}) if name in known]
     policies = [job.spec.policy for job in jobs if not job.state.over] or [Policy()]
     silent_seconds_max = min(p.silent_seconds_max for p in policies)
     # Giving up a node of jobs that are only observed would end jobs that train.
@@ -370,6 +379,8 @@ def lose_all(turn: Turn, lost: Mapping[NodeId, str]) -> None:
         job = cluster.jobs.get(name)
         if job is None or job.state.over:
             continue
+        for node in nodes:
+            reconcile.lose(job, node)
         in_vain = [planned.lose_node(turn, job, node) for node in nodes]
         fault = incidents.nodes_lost(job, nodes)
         if (name in seated and fault.dead) or any(in_vain):

@@ -287,9 +287,15 @@ def _requests() -> dict[str, Schema]:
 def _answers() -> dict[str, Schema]:
     taint = {"place": STRING, **schema_of(state.Taint, asked=False)["properties"]}
     alert = {"alert": STRING, "place": _or_null(STRING), "status": STRING, "changed": BOOLEAN}
+    control = {
+        "down_seconds": NUMBER,
+        "outages": _list(schema_of(state.Outage, asked=False)),
+        "gaps": _list(schema_of(state.Gap, asked=False)),
+    }
+    leads = {"enum": ["leading", "cut off", "following"]}
     return {
         "Error": _record({"error": STRING, "fix": STRING}),
-        "Health": _record({"status": {"enum": ["leading", "cut off"]}, "term": INTEGER}),
+        "Health": _record({"status": leads, "term": INTEGER, "leader": _or_null(STRING)}),
         "OpenApi": {"type": "object"},
         "Cluster": _record(
             {
@@ -298,6 +304,7 @@ def _answers() -> dict[str, Schema]:
                 "jobs": _map(_ref("Job")),
                 "nodes": _map(_ref("Node")),
                 "incidents": _list(_ref("Incident")),
+                "control_plane": _record(control),
                 "taints": _list(_ref("Taint")),
                 "loans": _list(_ref("Loan")),
                 "frozen": _or_null(_record({"why": STRING, "since": NUMBER})),
@@ -362,6 +369,8 @@ def _job() -> Schema:
             "leaving": _list(_record(leave)),
             "remedies": _list(STRING)
             | {"description": "What would make room, if ranks wait for some."},
+            "unsure": _or_null(STRING)
+            | {"description": "Why nothing is decided about it: its agents know more than we."},
             "uncovered": _list(INTEGER)
             | {"description": "Ranks that hold state which is nowhere else at present."},
             "loan": _or_null(_ref("Loan")),

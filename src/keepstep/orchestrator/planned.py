@@ -168,7 +168,8 @@ def _no_second_home(job: Job, rank: Rank, name: str) -> str:
 
 def steady(job: Job) -> bool:
     """It trains and nothing is going on: a move can begin."""
-    return job.migration is None and job.state is JobState.RUNNING and not job.finished
+    still = job.migration is None and job.unsure is None
+    return still and job.state is JobState.RUNNING and not job.finished
 
 
 # ---------------------------------------------------------------- WARM

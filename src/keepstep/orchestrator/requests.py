@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from keepstep.model import EXIT_REQUEUE, JobState
-from keepstep.orchestrator import freeze, homes, launch, migration, planned, taints
+from keepstep.orchestrator import freeze, homes, launch, migration, planned, reconcile, taints
 from keepstep.orchestrator.events import (
     DrainAsked,
     FreezeAsked,
@@ -84,6 +84,12 @@ def stop(turn: Turn, event: StopAsked) -> None:
     job = turn.cluster.jobs.get(event.job)
     if job is None or job.state.over:
         turn.ignore(f"stop of {event.job} ignored: it does not run")
+    elif event.save and job.unsure is not None:
+        why = "without --save it can be ended"
+        turn.ignore(f"nothing of {event.job} can be saved before its ranks are found; {why}")
+    elif job.unsure is not None:
+        reconcile.give_up(job)
+        launch.finish(turn, job, JobState.STOPPED, 0, f"stopped: {event.why}")
     elif not event.save or job.state is JobState.WAITING:
         launch.finish(turn, job, JobState.STOPPED, 0, f"stopped: {event.why}")
     elif job.state is JobState.PARKED:

@@ -23,15 +23,25 @@ import dataclasses
 import secrets
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from keepstep import codec, failpoint, wire
 from keepstep.clock import Clock
 from keepstep.config import OrchestratorConfig
-from keepstep.errors import Deposed, Permanent, Transient, WireError
+from keepstep.errors import Behind, Deposed, Permanent, Transient, WireError
 from keepstep.model import NodeId, Term
-from keepstep.orchestrator import admission, brain, events, facts, nodes, state, view
+from keepstep.orchestrator import (
+    admission,
+    brain,
+    events,
+    nodes,
+    reconcile,
+    replica,
+    state,
+    ticking,
+    view,
+)
 from keepstep.orchestrator.journal import Journal, Standing
 from keepstep.orchestrator.liveness import (
     Liveness,
@@ -46,14 +56,14 @@ from keepstep.orchestrator.stepped import (
     Told,
     Waiting,
     entry_of,
-    jobs_touched,
-    record_of,
+    records_of,
+    stepped_of,
     to_be_kept,
+    with_its_age,
 )
+from keepstep.orchestrator.stepping_down import hears_nobody
 from keepstep.orchestrator.streams import AgentStream, listen, refuse
 
-TICK_SECONDS_MIN = 0.02
-"""The shortest time between two ticks."""
 REREADS_MAX = 100
 """Steps that may fail in one term, each answered by reading the journal again, before we leave."""
 SNAPSHOT_AGAIN_SECONDS = 60.0
@@ -67,7 +77,13 @@ class Orchestrator:
     """One leader, from the start of its term to its end."""
 
     def __init__(
-        self, journal: Journal, config: OrchestratorConfig, clock: Clock, token: str, log: Log
+        self,
+        journal: Journal,
+        config: OrchestratorConfig,
+        clock: Clock,
+        token: str,
+        log: Log,
+        begun: replica.Begun | None = None,
     ) -> None:
         self._journal = journal
         self._config = config
@@ -87,6 +103,8 @@ class Orchestrator:
         """Steps that are not on disk yet."""
         self._torn = False
         """A step failed half-way: the state has to be read from the journal before the next."""
+        self._leave: Permanent | None = None
+        """Why we do not lead any longer than the present batch."""
         self._written_at = 0.0
         self._away = False  # The journal, when we last tried to write.
         self._snapshot_seq = 0
@@ -97,9 +115,12 @@ class Orchestrator:
         self._hurried = asyncio.Event()
         """Set by each step that changed something: the next tick may be due earlier now."""
         self._told = Told(config.history_entries_max)
+        self.history, self.told = self._told.records, self._told.follow
         self._heads: dict[str, str] = {}
-        self._wrote(journal.begin_term())
-        self.cluster, moment = self._restore()
+        begun = begun or replica.begin(journal)
+        self.endpoint = begun.endpoint
+        self._wrote(begun.standing)
+        self.cluster, moment = self._restored(begun.replica)
         self._started_now = max(moment, clock.now())
         self._started_monotonic = clock.monotonic()
         self._begin_term()
@@ -152,42 +173,32 @@ class Orchestrator:
         plain["pulses"] = [codec.to_plain(beat) for beat in self._alive.heartbeats.values()]
         return plain
 
-    def told(self, after: int) -> AsyncIterator[dict[str, Any] | None]:
-        """Decisions after a seq as they happen; None every few seconds, to show that we live."""
-        return self._told.follow(after)
-
-    @property
-    def history(self) -> deque[dict[str, Any]]:
-        return self._told.records
-
     # ---------------------------------------------------------------- restore
 
     def _restore(self) -> tuple[state.Cluster, float]:
         """The state that the journal implies, and the moment of its newest entry."""
-        loaded = self._journal.load()
-        if loaded.snapshot is None:
-            if loaded.entries:
-                raise Permanent("the journal has entries but no first snapshot: it was damaged")
+        return self._restored(replica.read(self._journal))
+
+    def _restored(self, found: replica.Replica | None) -> tuple[state.Cluster, float]:
+        if found is None:
             # The secret of a cluster is made once and never derived again: it is in the journal.
             cluster, moment = state.new_cluster(secrets.token_hex(16)), 0.0
             self._write_snapshot(cluster, 0, moment)
             return cluster, moment
-        cluster = state.from_plain(loaded.snapshot["cluster"])
-        moment = float(loaded.snapshot["now"])
-        for body in loaded.entries:
-            moment = float(body["now"])
-            cluster = brain.step(cluster, events.from_plain(body["event"]), moment).cluster
-        self._snapshot_seq = loaded.at_seq
-        self._log("journal.replayed", snapshot_seq=loaded.at_seq, entries=len(loaded.entries))
-        return cluster, moment
+        self._snapshot_seq = found.snapshot_seq
+        self._log("journal.replayed", snapshot_seq=found.snapshot_seq, entries=found.replayed)
+        return found.cluster, found.moment
 
     def _begin_term(self) -> None:
-        self._log("term.began", term=self.term)
-        self._handle([Waiting(events.TermBegan(self.term, self._config.migrations_max))])
-        # Nobody is connected yet. Each node that the cluster believes in gets one full period.
-        now = self._clock.monotonic()
+        standing = self._standing
+        self._log("term.began", term=self.term, after_seconds=round(standing.vacant_seconds, 3))
+        began = events.TermBegan(
+            self.term, self._config.migrations_max, standing.vacant_seconds, standing.seq
+        )
+        self._handle([Waiting(began)])
+        # Nobody is connected yet. Each node that the cluster believes in has time to come.
         believed = [node.node for node in self.cluster.nodes.values() if node.alive]
-        self._alive.last_heard = dict.fromkeys(believed, now)
+        self._alive.last_heard = dict.fromkeys(believed, self._all_may_come())
 
     # ---------------------------------------------------------------- receive -> step -> journal
 
@@ -198,6 +209,10 @@ class Orchestrator:
                 waiting.append(self._inbox.get_nowait())
             try:
                 await self._until_written(waiting)
+                if self._leave is not None:
+                    # The proof that we still lead: else we are deposed, and that is the reason.
+                    self._journal.append(self.term, self._standing.head, ())
+                    raise self._leave
             except Deposed as error:
                 self._log("term.deposed", term=self.term, why=str(error))
                 for item in waiting:
@@ -211,11 +226,15 @@ class Orchestrator:
         """Handle events, for as long as it takes the journal to be there."""
         self._batch.extend(waiting)
         told = sent_away = ""
+        began = self._clock.monotonic()
         while True:
             sent_away = sent_away or self.cut_off
             try:
                 self._handle(())
                 self._renew_if_due()
+                if told:
+                    began, told = self._came_back(began, told), ""
+                    continue
                 self._away = False
                 break
             except Transient as error:
@@ -225,12 +244,23 @@ class Orchestrator:
                     self._log("journal.away", why=told)
                 seconds = error.retry_after_seconds
             await asyncio.sleep(seconds)
-        if told:
-            self._log("journal.back")
         if sent_away:
-            # Time for all to come back, as after a restart.
-            self._alive.last_heard = dict.fromkeys(self._alive.last_heard, self._clock.monotonic())
+            self._alive.last_heard = dict.fromkeys(self._alive.last_heard, self._all_may_come())
         self._snapshot_if_due()
+
+    def _came_back(self, began: float, why: str) -> float:
+        """The journal is there again. What nobody could decide meanwhile is nobody's fault."""
+        now = self._clock.monotonic()
+        self._log("journal.back", seconds=round(now - began, 3))
+        if now - began >= self._config.late_seconds_max:
+            self._batch.append(Waiting(events.ControlPlaneBack(now - began, why)))
+            # A tick that has waited since is late by the same time: it does not count twice.
+            self._tick_due = now
+        return now
+
+    def _all_may_come(self) -> float:
+        """As if all had been heard a little later than now: they have to find us first."""
+        return self._clock.monotonic() + nodes.TERM_GRACE_SECONDS
 
     def _handle(self, waiting: Iterable[Waiting]) -> None:
         """Step each event, write the steps together, let their orders out."""
@@ -244,6 +274,10 @@ class Orchestrator:
             item = self._batch.popleft()
             if isinstance(item.event, events.Tick):
                 item.event = self._tick_now()
+            elif (aged := with_its_age(item, self._clock.monotonic())) is None:
+                continue
+            else:
+                item.event = aged
             now = self.now()
             try:
                 decision = brain.step(self.cluster, item.event, now)
@@ -252,9 +286,7 @@ class Orchestrator:
                 self._leave_out(item, error)
                 continue
             self.cluster = decision.cluster
-            jobs = jobs_touched(item.event, decision)
-            told = facts.of(self.cluster, jobs, now)
-            self._steps.append(Stepped(item, decision, jobs, told, now))
+            self._steps.append(stepped_of(item, decision, now))
         self._commit()
 
     def _tick_now(self) -> events.Tick:
@@ -302,12 +334,12 @@ class Orchestrator:
         Our clock says only when to speak; the store's own says whether it was in time.
         """
         lease = self._standing.lease_seconds
-        if lease and self._clock.monotonic() - self._written_at > lease / 3:
+        if lease and self._clock.monotonic() - self._written_at >= lease / 4:
             self._wrote(self._journal.append(self.term, self._standing.head, ()))
 
     def _send(self, decision: brain.Decision) -> None:
         for order in decision.orders:
-            for node, frame in wire.frames(order):
+            for node, frame in wire.frames(dataclasses.replace(order, seq=self._standing.seq)):
                 # A node without a stream is told when it says Hello.
                 if stream := self._streams.get(node):
                     stream.send(frame)
@@ -316,10 +348,7 @@ class Orchestrator:
                 stream.send(wire.encode(answer))
 
     def _tell(self, steps: list[Stepped]) -> None:
-        if not steps:
-            return
-        first = self._standing.seq - len(steps) + 1
-        records = [record_of(seq, done) for seq, done in enumerate(steps, first)]
+        records = records_of(self._standing.seq, steps)
         for record in records:
             self._log("decided", **record)
         self._told.tell(records)
@@ -355,10 +384,12 @@ class Orchestrator:
             late = own_lateness(woken_due, now, self._config.late_seconds_max)
             if late:
                 self._log("loop.late", seconds=round(late, 3), why="deadlines pushed back")
-                heard = self._alive.last_heard
-                self._alive.last_heard = {n: min(now, at + late) for n, at in heard.items()}
+                heard = self._alive.last_heard.items()
+                self._alive.last_heard = {n: max(at, min(now, at + late)) for n, at in heard}
             quiet = quiet_nodes(self._alive.last_heard, now, self._beat_seconds())
             await self._hear_witnesses(quiet, now)
+            if self._standing.lease_seconds and self._leave is None:
+                self._leave = hears_nobody(self._alive.last_heard, self._streams, now)
             await self._judge_silence(now)
             if now >= pulse_due:
                 pulse_due = now + self._config.pulse_seconds
@@ -368,28 +399,14 @@ class Orchestrator:
                     await self._inbox.put(Waiting(events.Tick()))
                 tick_due = now + self._until_tick()
             look_due = min(pulse_due, now + look_seconds(quiet)) if quiet else pulse_due
-            tick_due = await self._doze(tick_due, look_due)
+            tick_due = await ticking.doze(
+                self._clock, self._hurried, self._until_tick, tick_due, look_due
+            )
             woken_due = min(tick_due, look_due)
 
-    async def _doze(self, tick_due: float, look_due: float) -> float:
-        """Sleep until something is due. A step may bring the next tick forward: when it is due."""
-        while (left := min(tick_due, look_due) - self._clock.monotonic()) > 0:
-            try:
-                async with asyncio.timeout(left):
-                    await self._hurried.wait()
-            except TimeoutError:
-                break
-            self._hurried.clear()
-            tick_due = min(tick_due, self._clock.monotonic() + self._until_tick())
-        return tick_due
-
     def _until_tick(self) -> float:
-        """Seconds until the brain should look at its clock: its own deadline, or a period."""
-        due = brain.due(self.cluster)
-        if due is None:
-            return self._config.tick_seconds
-        # Not at once even if overdue: a budget that ran out must not make us spin.
-        return min(max(due - self.now(), TICK_SECONDS_MIN), self._config.tick_busy_seconds)
+        lease = self._standing.lease_seconds
+        return ticking.until_tick(brain.due(self.cluster), self.now(), self._config, lease)
 
     async def _hear_witnesses(self, silent: set[NodeId], now: float) -> None:
         """Ask the jobs' steps about the nodes that say nothing."""
@@ -454,6 +471,11 @@ class Orchestrator:
             self._log("agent.refused", why=refusal)
             await refuse(writer, refusal)
             return
+        if hello.term_seen > self.term:
+            # Either we are deposed and do not know it yet, or the journal has forgotten a term.
+            self._leave = Behind(min(hello.term_seen, reconcile.TERM_MAX))
+            await self._inbox.put(Waiting(events.Tick()))
+            return
         # The token is checked and forgotten: it must not reach the journal.
         hello = dataclasses.replace(hello, token="")
         limit = self._config.outbox_bytes_max
@@ -464,6 +486,8 @@ class Orchestrator:
         self._heard(hello.node)
         self._log("agent.connected", node=hello.node, workers=len(hello.workers))
         stream.send(self._frames().of(fact.job for fact in hello.workers))
+        if gap := reconcile.gap(self.cluster, self.term, self._standing.seq, hello):
+            await self._inbox.put(Waiting(gap))
         await self._inbox.put(Waiting(hello))
         try:
             await listen(stream, reader, writer)
@@ -476,24 +500,8 @@ class Orchestrator:
         shown, secure = writer.get_extra_info("peercert"), bool(writer.get_extra_info("sslcontext"))
         if why := admission.why_not_agent(hello, self._token, shown, secure=secure):
             return why
-        if self._is_taken(hello):
-            return (
-                f"a node called {hello.node} is here already; give this one another name with "
-                "--node"
-            )
-        if hello.term_seen > self.term:
-            return f"you have seen term {hello.term_seen}, this orchestrator leads term {self.term}"
-        return ""
-
-    def _is_taken(self, hello: wire.Hello) -> bool:
-        """Somebody else has this name, or is about to come back: agents restart, leaders change.
-
-        A machine that died without a word gives it back once it is silent.
-        """
-        if hello.node in self._streams:
-            return self._boots[hello.node] != hello.boot
-        known = self.cluster.nodes.get(hello.node)
-        return known is not None and known.alive and known.boot != hello.boot
+        boot = self._boots[hello.node] if hello.node in self._streams else ""
+        return admission.why_taken(hello, boot, self.cluster.nodes.get(hello.node))
 
     async def _receive(self, stream: AgentStream, message: wire.Message) -> None:
         if self._streams.get(stream.node) is not stream:
@@ -511,7 +519,7 @@ class Orchestrator:
                 | wire.Publish()
                 | wire.Health()
             ):
-                await self._inbox.put(Waiting(message))
+                await self._inbox.put(Waiting(message, heard_at=self._clock.monotonic()))
             case _:
                 stream.drop(f"{type(message).__name__} is not for an orchestrator")
 

@@ -57,7 +57,7 @@ def refill(turn: Turn, job: Job) -> None:
     """Start standbys until there are as many as the job asked for, or no room is left."""
     if job.state.over or job.roster is None or job.finished or turn.now < job.refill_at:
         return
-    if turn.cluster.frozen:
+    if turn.cluster.frozen or job.unsure is not None:
         return
     while len(job.standbys) < job.spec.spares:
         found = _free_slot(turn.cluster, job, turn.now)

@@ -46,6 +46,9 @@ SETTLED_MAX = 4
 JOBS_OVER_MAX = 200
 REQUESTS_MAX = 1000
 LOANS_MAX = 1000
+OUTAGES_MAX = 100
+GAPS_MAX = 100
+TERMS_MAX = 100
 TAINTS_PER_PLACE_MAX = 16
 DETAIL_CHARS_MAX = 8000
 
@@ -162,6 +165,18 @@ class Incident:
     """The newest generation that this incident led to."""
     boundary: int = -1
     recoveries: int = 0
+    late_seconds: float = 0.0
+    """So long before it was opened the fault was there, and nobody could be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A time in which nobody decided anything: no leader, or no journal."""
+
+    at: float
+    """When it ended."""
+    seconds: float
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +323,33 @@ class Loan:
     """Where the lender stopped, and goes on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Entries that a node has obeyed, and that this journal does not have."""
+
+    at: float
+    node: NodeId
+    term: Term
+    first: int
+    last: int
+
+
+@dataclass(slots=True)
+class Unsure:
+    """A job whose agents know more than the journal: nothing is decided until it is found."""
+
+    since: float
+    why: str
+    generation: Generation = Generation(0)
+    """The highest that any agent has obeyed."""
+    claims: dict[NodeId, tuple[Seat, ...]] = field(default_factory=dict)
+    """The living workers that each agent listed last."""
+    dead: tuple[Seat, ...] = ()
+    """Whose end was told; their slots are not known, and -1."""
+    told: bool = False
+    """That it takes long."""
+
+
 @dataclass(slots=True)
 class Job:
     """One training run, many generations."""
@@ -378,6 +420,7 @@ class Job:
     exit_code: int = 0
     incidents: int = 0
     fallbacks: int = 0
+    unsure: Unsure | None = None
 
 
 @dataclass(slots=True)
@@ -415,6 +458,16 @@ class Cluster:
     """The last incidents, oldest first."""
     loans: tuple[Loan, ...] = ()
     """Those that are over, oldest first."""
+    outages: tuple[Outage, ...] = ()
+    """The last ones, oldest first."""
+    down_seconds: float = 0.0
+    """All outages together, also those that are not in the list any more."""
+    terms: dict[Term, int] = field(default_factory=dict)
+    """Where the journal stood when each of the last terms began."""
+    begun_with: dict[JobId, Generation] = field(default_factory=dict)
+    """The newest generation of each open job when this term began."""
+    gaps: tuple[Gap, ...] = ()
+    """The last ones, oldest first."""
 
     def next(self) -> int:
         self.counter += 1

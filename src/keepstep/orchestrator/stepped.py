@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keepstep import wire
 from keepstep.model import JobId
-from keepstep.orchestrator import brain, events
+from keepstep.orchestrator import brain, events, facts, policy
 from keepstep.orchestrator.journal import Entry
 
 ALIVE_SECONDS = 5.0
 """A follower that hears nothing for longer may take us for gone."""
+AGE_SECONDS_MIN = 0.1
+"""What waited for less came as it happened."""
 
 
 @dataclass(slots=True)
@@ -27,6 +29,8 @@ class Waiting:
 
     event: events.Event
     decided: asyncio.Future[brain.Decision] | None = None
+    heard_at: float = -1.0
+    """Of a message: when it came in, on our monotonic clock. -1: it is no message."""
 
 
 @dataclass(slots=True)
@@ -39,6 +43,22 @@ class Stepped:
     facts: dict[str, dict[str, Any]]
     """Where those jobs were after the step; the cluster itself goes on to the next step."""
     now: float
+
+
+def with_its_age(item: Waiting, now: float) -> events.Event | None:
+    """An event that had to wait, for the journal or for others, as it is to be understood now.
+
+    None: it says nothing any more. Agents repeat a stall for as long as it lasts, and one that is
+    over must not be taken for a hang.
+    """
+    waited = now - item.heard_at if item.heard_at >= 0 else 0.0
+    match item.event:
+        case wire.Stalled() if waited > policy.STALL_FRESH_SECONDS:
+            return None
+        case wire.Observed() if waited > AGE_SECONDS_MIN:
+            return replace(item.event, age_seconds=item.event.age_seconds + waited)
+        case _:
+            return item.event
 
 
 def to_be_kept(decision: brain.Decision) -> bool:
@@ -69,6 +89,17 @@ def _order_line(order: wire.Order) -> dict[str, Any]:
     kind = type(order.action).__name__
     number = len(order.nodes)
     return {"generation": order.generation, "id": order.order_id, "kind": kind, "nodes": number}
+
+
+def stepped_of(waiting: Waiting, decision: brain.Decision, now: float) -> Stepped:
+    jobs = jobs_touched(waiting.event, decision)
+    return Stepped(waiting, decision, jobs, facts.of(decision.cluster, jobs, now), now)
+
+
+def records_of(last_seq: int, steps: list[Stepped]) -> list[dict[str, Any]]:
+    """Of steps that were written together, up to this entry."""
+    first = last_seq - len(steps) + 1
+    return [record_of(first + offset, done) for offset, done in enumerate(steps)]
 
 
 def record_of(seq: int, done: Stepped) -> dict[str, Any]:

@@ -54,6 +54,11 @@ def describe(
             for taint in taints
         ],
         "loans": [loan_view(loan) for loan in (*cluster.loans, *_open_loans(cluster))],
+        "control_plane": {
+            "down_seconds": cluster.down_seconds,
+            "outages": [codec.to_plain(outage) for outage in cluster.outages],
+            "gaps": [codec.to_plain(gap) for gap in cluster.gaps],
+        },
     }
 
 
@@ -117,6 +122,7 @@ def job_view(cluster: Cluster, job: Job, now: float) -> dict[str, Any]:
             for rank, leave in sorted(job.leaving.items())
         ],
         "remedies": remedies.needed(cluster, job, now),
+        "unsure": job.unsure.why if job.unsure else None,
         "uncovered": sorted(portions.alone(job, map(Rank, range(spec.world_size)))),
         "loan": loan_view(job.loan) if job.loan else None,
         "away": {
@@ -235,6 +241,8 @@ def incident_view(incident: Incident) -> dict[str, Any]:
     closed = incident.closed_at >= 0
     # While targets warm up and a boundary is agreed upon, everybody trains.
     training = sum(incident.seconds.get(phase, 0.0) for phase in (Phase.WARM, Phase.AGREE))
+    # A fault that nobody could be told of was there before its incident.
+    began_at = incident.opened_at - incident.late_seconds
     return {
         "id": incident.incident,
         "job": incident.job,
@@ -248,5 +256,5 @@ def incident_view(incident: Incident) -> dict[str, Any]:
         "causes_count": incident.causes_count,
         "story": [[line.at, line.phase, line.why] for line in incident.story],
         "seconds": dict(incident.seconds),
-        "pause_seconds": incident.closed_at - incident.opened_at - training if closed else None,
+        "pause_seconds": incident.closed_at - began_at - training if closed else None,
     }

@@ -530,7 +530,7 @@ class Keeper:
 
     # ------------------------------------------------------------ publishing
 
-    def publish(self, step: int, path: str, seconds_max: float = 30.0) -> tuple[bool, str]:
+    def publish(self, step: int, path: str, seconds_max: float = 10.0) -> tuple[bool, str]:
         """Ask for a checkpoint to become the newest; an older generation is refused."""
         request = f"{self.place.rank}-{self.place.incarnation}-{self.generation}-{step}"
         self._link.send(

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from keepstep import sabotage
-from keepstep.errors import ConfigError, Fenced
+from keepstep.errors import ConfigError, Fenced, Transient
 from keepstep.training import checkpoint, halfway, standby, zero
 from keepstep.training.aside import Aside
 from keepstep.training.groups import Groups
@@ -33,7 +33,7 @@ from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, WarmLoader, warm_up
 from keepstep.training.registry import Registry
 from keepstep.training.reset import forget_meshes
-from keepstep.training.saves import Save
+from keepstep.training.saves import Save, complete
 from keepstep.training.seat import Place, Seat, read_place
 from keepstep.training.seeded import seeded
 
@@ -343,10 +343,17 @@ class Session:
         return str(path)
 
     def publish(self, path: str) -> None:
-        """Make a checkpoint the newest. Refused to a worker whose generation is over."""
+        """Make a checkpoint the newest. Refused to a worker whose generation is over.
+
+        While nobody decides it is asked for again at later boundaries: training goes on.
+        """
         if self._keeper is None:
             return
-        accepted, why = self._keeper.publish(self.step, path)
+        try:
+            accepted, why = self._keeper.publish(self.step, path)
+        except Transient:
+            self._keeper.saves.add(complete(self, path))
+            return
         if not accepted:
             raise Fenced(f"{path} was not published: {why}")
 

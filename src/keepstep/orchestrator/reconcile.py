@@ -1,0 +1,250 @@
+"""A journal that is behind reality: a restored backup, a replica that lost what was confirmed.
+
+Agents keep what they obeyed. One that has seen a later term, a later entry or a later generation
+than this journal has is the proof, and from then on it is believed more than the journal:
+
+    proof --> nothing is decided about the jobs concerned --> agents list their workers
+          --> every rank is found --> its seats are as listed; the groups are formed anew, in a
+              generation above all that was ever obeyed, and all state is compared
+          --> a rank is found nowhere --> it stays so, and says what would help
+
+Must never: end a worker that the journal has merely forgotten, give out a number twice, or take a
+state for whole that was not compared. Pure.
+"""
+
+from __future__ import annotations
+
+from keepstep.model import Generation, JobId, JobState, NodeId, Rank, Seat, Sign, Term
+from keepstep.orchestrator import observe, orders, roster, slots
+from keepstep.orchestrator.events import JournalBehind
+from keepstep.orchestrator.incidents import Fault
+from keepstep.orchestrator.state import (
+    GAPS_MAX,
+    Cause,
+    Cluster,
+    Gap,
+    Job,
+    NodeState,
+    Occupant,
+    Settled,
+    Unsure,
+    generation_secret,
+    slot_key,
+)
+from keepstep.orchestrator.turn import Turn
+from keepstep.wire import Hello, Observed, WorkerFact
+
+INCARNATIONS_SKIPPED = 100
+"""Workers that the journal does not know of may have had the next ones: agents remember how each
+of them ended."""
+TERM_MAX = Term(2**53)
+"""No agent has seen a later one, whatever it says."""
+PATIENCE_SECONDS = 30.0
+"""Then it is said which ranks are missing. Nothing else changes."""
+
+
+def gap(cluster: Cluster, term: Term, seq: int, hello: Hello) -> JournalBehind | None:
+    """What a node has obeyed beyond the end of its term, as this journal has it."""
+    ends = [at for later, at in cluster.terms.items() if later > hello.term_seen]
+    end = min(ends, default=seq) if hello.term_seen < term else seq
+    if hello.seq_seen <= end:
+        return None
+    return JournalBehind(hello.node, hello.term_seen, hello.seq_seen, end + 1, {**hello.obeyed})
+
+
+def behind(turn: Turn, event: JournalBehind) -> None:
+    """Write the gap down, and decide nothing about jobs that went on in it."""
+    cluster = turn.cluster
+    found = Gap(turn.now, event.node, event.term_seen, event.first, event.seq_seen)
+    cluster.gaps = (*cluster.gaps, found)[-GAPS_MAX:]
+    turn.note(
+        f"this journal is behind: {event.node} has obeyed entry {event.seq_seen} of term "
+        f"{event.term_seen}, and {event.first} to {event.seq_seen} are not here"
+    )
+    for name, generation in sorted(event.obeyed.items()):
+        job = cluster.jobs.get(JobId(name))
+        if job is not None and not job.state.over:
+            known = cluster.begun_with.get(JobId(name), job.promised)
+            if generation > known:
+                _doubt(turn, job, generation, event.node)
+
+
+def hear(turn: Turn, state: NodeState, event: Hello) -> None:
+    """What one agent knows of the jobs in doubt; its word may be what brings one into doubt."""
+    for name, generation in sorted(event.obeyed.items()):
+        job = turn.cluster.jobs.get(JobId(name))
+        if job is None or job.state.over:
+            continue
+        if generation > job.promised or job.unsure is not None:
+            _doubt(turn, job, generation, event.node)
+    for job in _unsure(turn.cluster):
+        assert job.unsure is not None
+        facts = [fact for fact in event.workers if fact.job == job.spec.job]
+        job.unsure.claims[state.node] = tuple(
+            Seat(fact.rank, state.node, fact.slot, fact.incarnation) for fact in facts
+        )
+        for fact in facts:
+            _doubt(turn, job, fact.generation, event.node)
+            # Nothing else may be placed there.
+            if fact.slot not in state.uses and fact.slot < state.slots:
+                user = Occupant(fact.job, fact.rank, fact.incarnation)
+                slots.occupy(turn.cluster, state.node, fact.slot, user)
+        turn.touched = True
+
+
+def _doubt(turn: Turn, job: Job, generation: Generation, node: NodeId) -> None:
+    if job.unsure is None:
+        why = (
+            f"{node} has obeyed generation {generation} of {job.spec.job}, and the journal knows "
+            f"{job.promised}: nothing is decided before all its ranks are found"
+        )
+        job.unsure = Unsure(turn.now, why)
+        turn.note(why, job)
+    job.unsure.generation = max(job.unsure.generation, generation)
+
+
+def left_alone(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
+    """A worker without a seat that is not to be fenced: the journal may have forgotten its seat."""
+    cluster = turn.cluster
+    job = cluster.jobs.get(fact.job)
+    if job is not None and job.unsure is not None:
+        return True
+    forgotten = job is None or job.state.over
+    if not forgotten or not any(gap.node == state.node for gap in cluster.gaps):
+        return False
+    if fact.slot not in state.uses and fact.slot < state.slots:
+        user = Occupant(fact.job, fact.rank, fact.incarnation, fenced=True)
+        slots.occupy(cluster, state.node, fact.slot, user)
+    turn.note(
+        f"{state.node} runs rank {fact.rank} of {fact.job}, which this journal does not have: it "
+        "is left alone, and nothing is decided about it"
+    )
+    return True
+
+
+def ended(turn: Turn, job: Job, event: Observed) -> None:
+    """A message about a job in doubt: an end is remembered, the rest is told again later."""
+    assert job.unsure is not None
+    if event.sign in (Sign.EXIT, Sign.EXCEPTION) and event.rank >= 0:
+        seat = Seat(event.rank, event.node, -1, event.incarnation)
+        if seat not in job.unsure.dead:
+            job.unsure.dead = (*job.unsure.dead, seat)
+            turn.touched = True
+        settle(turn, job)
+    if not turn.touched:
+        turn.ignore(f"message about {job.spec.job} ignored: its ranks are not found yet")
+
+
+def give_up(job: Job) -> None:
+    """Somebody ends the job: agents refuse a number below what they have obeyed."""
+    assert job.unsure is not None
+    job.generation = max(job.generation, job.unsure.generation)
+    job.promised = max(job.promised, job.generation)
+    job.unsure = None
+
+
+def lose(job: Job, node: NodeId) -> None:
+    """A node is gone with all that it claimed."""
+    if job.unsure is not None:
+        job.unsure.claims.pop(node, None)
+
+
+def tick(turn: Turn) -> None:
+    for job in _unsure(turn.cluster):
+        assert job.unsure is not None
+        if not job.unsure.told and turn.now >= job.unsure.since + PATIENCE_SECONDS:
+            job.unsure.told = True
+            job.unsure.why = (
+                f"the journal is behind, and {_problem(job) or 'an agent has yet to come'}: bring "
+                f"back the nodes that ran {job.spec.job}, or end it with `keepstep stop`"
+            )
+            turn.note(job.unsure.why, job)
+
+
+def settle_all(turn: Turn) -> None:
+    for job in _unsure(turn.cluster):
+        settle(turn, job)
+
+
+def settle(turn: Turn, job: Job) -> None:
+    """If every rank is found: these are its seats, and everybody forms the groups anew."""
+    unsure = job.unsure
+    assert unsure is not None
+    if _problem(job):
+        return
+    seats, dead = _found(job)
+    _seat(turn, job, [seats[Rank(rank)] for rank in range(job.spec.world_size)], dead)
+    job.unsure = None
+    why = (
+        f"the seats of {job.spec.job} are as {len(unsure.claims)} agents list them, up to "
+        f"generation {unsure.generation}: the journal had forgotten"
+    )
+    cause = Cause(Sign.STORE_LOST, detail=why)
+    observe.fault(turn, job, Fault((cause,), why, dead=tuple(sorted(dead))))
+
+
+def _found(job: Job) -> tuple[dict[Rank, Seat], set[Rank]]:
+    """The newest worker of each rank; and the ranks of whom it is known that theirs is dead."""
+    assert job.unsure is not None
+    ended_ = {(seat.rank, seat.node, seat.incarnation) for seat in job.unsure.dead}
+    seats: dict[Rank, Seat] = {}
+    listed = [seat for claim in job.unsure.claims.values() for seat in claim]
+    for seat in sorted(listed, key=lambda seat: seat.incarnation):
+        seats[seat.rank] = seat
+    for seat in job.roster.seats if job.roster is not None else ():
+        # Where the journal has it, and its end was told: only its slot is not in what was told.
+        if seat.rank not in seats and (seat.rank, seat.node, seat.incarnation) in ended_:
+            seats[seat.rank] = seat
+    dead = {rank for rank, seat in seats.items() if (rank, seat.node, seat.incarnation) in ended_}
+    return seats, dead
+
+
+def _problem(job: Job) -> str:
+    """What is not known of the ranks; empty: all is."""
+    assert job.unsure is not None
+    seats, _ = _found(job)
+    missing = [rank for rank in range(job.spec.world_size) if Rank(rank) not in seats]
+    if missing:
+        return f"rank {', '.join(map(str, missing[:8]))} was found nowhere"
+    listed = [seat for claim in job.unsure.claims.values() for seat in claim]
+    for seat in listed:
+        newest = seats.get(seat.rank, seat)
+        if seat != newest and seat.incarnation == newest.incarnation:
+            return f"rank {seat.rank} runs on {seat.node} and on {newest.node}"
+    return ""
+
+
+def _seat(turn: Turn, job: Job, seats: list[Seat], dead: set[Rank]) -> None:
+    """From now on the journal knows these seats."""
+    cluster, unsure, name = turn.cluster, job.unsure, job.spec.job
+    assert unsure is not None
+    for state in cluster.nodes.values():
+        for slot in [s for s, user in state.uses.items() if user.job == name and user.rank >= 0]:
+            slots.release(cluster, state.node, slot)
+    for seat in seats:
+        user = cluster.nodes[seat.node].uses.get(seat.slot)
+        if user is not None:
+            # Whoever it was in the journal is not there.
+            cluster.jobs[user.job].standbys.pop(slot_key(seat.node, seat.slot), None)
+            slots.release(cluster, seat.node, seat.slot)
+        occupant = Occupant(name, seat.rank, seat.incarnation)
+        slots.occupy(cluster, seat.node, seat.slot, occupant)
+    others = [s for claim in unsure.claims.values() for s in claim if s not in seats]
+    job.generation = max(job.generation, unsure.generation)
+    job.promised = max(job.promised, job.generation)
+    secret = generation_secret(cluster, name, job.generation)
+    before = job.roster.store_node if job.roster is not None else NodeId("")
+    store = roster.store_node(seats, cluster.nodes, dead, before)
+    job.roster = roster.build(name, job.generation, secret, store, seats, cluster.nodes)
+    job.settled = (Settled(job.roster, cluster.counter),)
+    job.incarnations = {s.rank: s.incarnation + INCARNATIONS_SKIPPED for s in seats}
+    job.homes = job.homes or {seat.rank: seat.node for seat in seats}
+    job.migration, job.missing, job.finished, job.leaving = None, {}, {}, {}
+    job.broken_at, job.stalls, job.stalls_at = -1.0, {}, -1.0
+    job.begun, job.state = True, JobState.RUNNING
+    orders.fence_seats(turn, job, "forgotten", others)
+
+
+def _unsure(cluster: Cluster) -> list[Job]:
+    jobs = map(cluster.jobs.__getitem__, cluster.open_jobs)
+    return [job for job in jobs if job.unsure is not None]

@@ -1,0 +1,40 @@
+"""When the loop looks at its clock again: the brain's next deadline, a period, a lease to renew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from keepstep.clock import Clock
+from keepstep.config import OrchestratorConfig
+
+TICK_SECONDS_MIN = 0.02
+"""The shortest time between two ticks."""
+
+
+def until_tick(due: float | None, now: float, config: OrchestratorConfig, lease: float) -> float:
+    """Seconds until the brain should look at its clock. `lease`: 0 for none."""
+    if due is None:
+        # An idle leader writes, to keep its lease, when it ticks.
+        return min(config.tick_seconds, lease / 4) if lease else config.tick_seconds
+    # Not at once even if overdue: a budget that ran out must not make us spin.
+    return min(max(due - now, TICK_SECONDS_MIN), config.tick_busy_seconds)
+
+
+async def doze(
+    clock: Clock,
+    hurried: asyncio.Event,
+    until: Callable[[], float],
+    tick_due: float,
+    look_due: float,
+) -> float:
+    """Sleep until something is due. A step may bring the next tick forward: when it is due."""
+    while (left := min(tick_due, look_due) - clock.monotonic()) > 0:
+        try:
+            async with asyncio.timeout(left):
+                await hurried.wait()
+        except TimeoutError:
+            break
+        hurried.clear()
+        tick_due = min(tick_due, clock.monotonic() + until())
+    return tick_due

@@ -1,0 +1,138 @@
+"""Two orchestrators, a real PostgreSQL and a real job: whoever leads may die, stop or lose its
+database in the middle of a migration, and nothing is lost and nothing happens twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from keepstep.cli.client import Client
+from keepstep.cli.cluster import JOURNAL, ClusterPlan, Further, LocalCluster, NodePlan
+from keepstep.orchestrator.journal import verify
+from keepstep.orchestrator.journal_postgres import PostgresJournal
+from tests.postgres import PostgresServer
+from tests.process.job import SECONDS_MAX, SmallJob
+from tests.process.test_planned import steps_logged
+from tests.process.test_session import PLAIN_BODY, check_as_bare, loop
+
+pytestmark = [pytest.mark.process, pytest.mark.postgres, pytest.mark.timeout(300)]
+STEPS = 1500
+SCRIPT = loop(
+    PLAIN_BODY.replace("time.sleep(0.01)", 'time.sleep(float(os.environ.get("PACE", "0")))'),
+    steps=STEPS,
+)
+
+
+class TwoLeaders(SmallJob):
+    """A small job under two orchestrators."""
+
+    def __init__(self, directory: Path, url: str) -> None:
+        super().__init__(
+            directory,
+            SCRIPT,
+            slots=(4,),
+            ranks_per_node=2,
+            spares=2,
+            level=2,
+            environment={"PACE": "0.02"},
+        )
+        self.points = directory / "points"
+        self.points.mkdir()
+        environment = {JOURNAL: url, "KEEPSTEP_FAILPOINTS": str(self.points)}
+        plan = ClusterPlan(followers=(Further(),), environment=environment)
+        self.cluster = LocalCluster(directory / "run", [NodePlan("n0", slots=4)], plan)
+
+    def logs(self) -> str:
+        run = sorted((self.directory / "run").glob("*.log"))
+        return super().logs() + "\n".join(f"== {p.name}\n{p.read_text()[-6000:]}" for p in run)
+
+    def leader(self) -> str:
+        found: list[str] = []
+        until(lambda: bool(found.append(self.cluster.leader()) or found[-1]), "a leader")
+        return found[-1]
+
+    def strike_leader(self, phase: str, action: str) -> str:
+        """A rank dies, and in that phase of its replacement the leader does."""
+        self.wait(lambda job: job["state"] == "running" and job["spares"]["ready"] >= 1, "a spare")
+        name, point = self.leader(), self.points / f"orchestrator-{phase}"
+        point.write_text(action, encoding="utf-8")
+        self.kill(1)
+        until(point.with_name(point.name + ".hit").exists, f"the leader in {phase}")
+        return name
+
+    def recovers(self, incidents: int) -> None:
+        """Until the job trains again, with so many incidents behind it."""
+        self.wait(
+            lambda job: (
+                job.get("state") == "running"
+                and not job["incident"]
+                and job["incidents"] == incidents
+            ),
+            f"the end of incident {incidents}",
+        )
+
+
+def until(holds: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + SECONDS_MAX
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {SECONDS_MAX} s for {what}"
+        time.sleep(0.02)
+
+
+def health(job: TwoLeaders, name: str) -> dict[str, object]:
+    url = job.cluster.client.urls[job.cluster.orchestrators.index(name)]
+    found: dict[str, object] = Client(url, "").health()
+    return found
+
+
+def test_leaders_are_killed_stopped_and_cut_off_and_the_job_ends_bit_for_bit(
+    tmp_path: Path, postgres: PostgresServer
+) -> None:
+    url = postgres.database()
+    with TwoLeaders(tmp_path, url) as job:
+        job.wait_ready(2)
+        first = job.leader()
+        (other,) = set(job.cluster.orchestrators) - {first}
+        seen = health(job, other)
+        assert (seen["status"], seen["leader"]) == ("following", health(job, first)["leader"])
+
+        killed = job.strike_leader("reform", "kill")
+        job.recovers(1)
+        assert job.leader() != killed or health(job, killed)["term"] != seen["term"]
+
+        stopped = job.strike_leader("quiesce", "stop")
+        job.recovers(2)
+        assert job.cluster.leader() not in ("", stopped)
+        os.kill(job.cluster.pid_of(stopped), signal.SIGCONT)
+        until(lambda: health(job, stopped)["status"] == "following", "the woken one to follow")
+
+        job.wait(lambda view: view["spares"]["ready"] >= 1, "a spare")
+        postgres.stop()
+        try:
+            before = job.progress(0)
+            job.kill(1)
+            time.sleep(4.0)
+            assert before is not None
+        finally:
+            postgres.start()
+        job.recovers(3)
+        cut = job.incidents()[-1]
+        assert cut["outcome"] == "resumed"
+        assert 2.0 < cut["seconds"]["control_plane_down"] < cut["pause_seconds"]
+        assert job.end()["exit_code"] == 0
+        view = job.view()
+        assert (view["fallbacks"], view["incidents"]) == (0, 3)
+        # Three deaths of one rank, three new workers of it, and nobody else's.
+        assert [seat["incarnation"] for seat in view["seats"]] == [0, 3]
+        picture = job.cluster.client.cluster()
+        assert picture["control_plane"]["down_seconds"] > 4.0
+    journal = PostgresJournal(url)
+    assert "job" in verify(journal)
+    journal.close()
+    assert steps_logged(tmp_path) == list(range(STEPS))
+    check_as_bare(tmp_path, SCRIPT, world=2)
