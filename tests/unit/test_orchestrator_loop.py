@@ -226,8 +226,8 @@ def test_the_operators_wait_ends_with_a_decision_that_is_on_disk(scene: Scene):
 
     assert asyncio.run(ask()).changed
     assert scene.happened == ["on disk"]
-    assert scene.loop.history.records[-1]["kind"] == "Submitted"
-    assert scene.loop.history.records[-1]["seq"] == scene.loop._standing.seq
+    assert scene.loop.history[-1]["kind"] == "Submitted"
+    assert scene.loop.history[-1]["seq"] == scene.loop._standing.seq
 
 
 def until_written(scene: Scene, *given: events.Event) -> None:
