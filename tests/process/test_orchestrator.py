@@ -477,6 +477,7 @@ def test_a_stopped_leader_wakes_up_when_another_has_taken_over_and_does_no_harm(
     one = Process(tmp_path, "one", url, **lease, **{holder: "one"}).start()
     two = Process(tmp_path, "two", url, **lease, **{holder: "two"})
     try:
+        until_leading(one)
         old = FakeAgent(one.port, "n0")
         old.until(wire.Pulse)
         for phase in Phase:
@@ -524,8 +525,11 @@ def test_a_stopped_leader_wakes_up_when_another_has_taken_over_and_does_no_harm(
         assert "journal.away" in two.log.read_text(encoding="utf-8")
         assert sorted(two.client.cluster()["jobs"]) == [JOB, "later"]
         two.stop()
+        until_leading(one)
+        assert sorted(one.client.cluster()["jobs"]) == [JOB, "later"]
+        one.stop()
         journal = PostgresJournal(url, holder="three")
-        assert journal.begin_term().term == 3, "who leaves lets go of the lease"
+        assert journal.begin_term().term == 4, "who leaves lets go of the lease"
         assert set(verify(journal)) == {"", JOB, "later"}
         journal.close()
     finally:

@@ -164,15 +164,15 @@ class Client:
                 except _Unheard as error:
                     trouble = trouble or error
                     continue
-                except Unreachable as error:
-                    if method != "GET":
-                        raise
-                    trouble = error
-                    continue
                 except _Elsewhere as error:
                     trouble = error
                     if error.leader and error.leader not in asked:
                         waiting = [error.leader, *(u for u in waiting if u != error.leader)]
+                    continue
+                except Unreachable as error:
+                    if method != "GET":
+                        raise
+                    trouble = error
                     continue
                 self._led[:] = asked[-1:]
                 yield answer
