@@ -162,7 +162,8 @@ def test_nodes_that_fall_silent_while_frozen_are_given_up_only_long_after():
     brain.step(cluster, events.Tick(), 1005.0)
     assert all(node.alive for node in cluster.nodes.values())
     assert cluster.jobs[JOB].state is JobState.RUNNING
-    hello = wire.Hello(NodeId("n0"), "a0", 2, 1, 2, "b")
+    worker = wire.WorkerFact(JOB, Rank(0), 0, 0, Generation(1))
+    hello = wire.Hello(NodeId("n0"), "a0", 2, 1, 2, "b", (worker,))
     brain.step(cluster, hello, 1006.0)
     brain.step(cluster, events.Tick(), 1030.0)
     assert cluster.self_doubt, "three of four did not come back: the fault may be ours"

@@ -1,19 +1,8 @@
-"""The simulated fleet obeys: orders of the real brain in, what agents would say out.
-
-Agents report through a tree: its root, the node where the generation meets, sends one message for
-all ranks that are in the same state. If the root is out of reach, each speaks for itself. What
-cannot be said waits in a machine's outbox until it has said hello again.
-"""
+"""The simulated fleet obeys: orders of the real brain in, what becomes of jobs and machines out."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable, Iterable
-from random import Random
-
-from keepstep.chaos.fleet_jobs import Machine, Trainee, all_but
-from keepstep.chaos.fleet_leader import Leader
+from keepstep.chaos.fleet_jobs import Machine, Trainee
 from keepstep.chaos.fleet_setting import (
     EXIT_SEEN_SECONDS,
     JOIN_SECONDS,
@@ -24,19 +13,16 @@ from keepstep.chaos.fleet_setting import (
     STALL_SEEN_SECONDS,
     STARTUP_SECONDS,
     TRANSFER_SECONDS,
-    labels_of,
 )
+from keepstep.chaos.fleet_tree import Tree
 from keepstep.chaos.simulated_checks import Violation
-from keepstep.model import Generation, JobId, NodeId, Phase, Rank, Sign, Term
-from keepstep.orchestrator import events
+from keepstep.model import Generation, NodeId, Phase, Rank, Sign, Term
 from keepstep.wire import (
     Agree,
     Apply,
     Assign,
     DropStandby,
     Fence,
-    Hello,
-    Message,
     Observed,
     Order,
     PhaseReport,
@@ -46,115 +32,19 @@ from keepstep.wire import (
     Resume,
     Save,
     SeatReport,
-    StandbyFact,
     StandbyReport,
     StartStandby,
     StartWorkers,
     Stop,
-    WorkerFact,
 )
 
-GATHER_SECONDS = 0.05
-"""How long the tree gathers what its leaves say."""
 COMPLAINT_SECONDS = 5.0
 """Between two complaints of ranks that stand still and hear nothing."""
 SMALL_ORDER_NODES = 4
 
 
-class World:
-    """Machines, jobs and a clock. Knows nothing of faults: see fleet_faults.py."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = Random(seed)
-        self.now = 0.0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._tie = itertools.count()
-        self.machines: dict[NodeId, Machine] = {}
-        self.away: set[Machine] = set()
-        """Machines that the orchestrator does not reach."""
-        self.jobs: dict[JobId, Trainee] = {}
-        self.leader: Leader | None = None
-        self.refused = 0
-        """Orders of a term that is over."""
-        self.messages = 0
-
-    # ------------------------------------------------------------ time
-
-    def later(self, seconds: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now + seconds, next(self._tie), act))
-
-    def run_until(self, moment: float) -> None:
-        while self._queue and self._queue[0][0] <= moment:
-            self.now, _, act = heapq.heappop(self._queue)
-            act()
-        self.now = moment
-
-    def declared(self, job: Trainee) -> bool:
-        """Whether a run of this job ended in a fallback that was recorded as one; see fleet.py."""
-        return False
-
-    def staged(self, job: Trainee) -> None:
-        """A job has begun to do something else; see fleet.py."""
-
-    # ------------------------------------------------------------ speaking
-
-    def feed(self, *happened: events.Event) -> None:
-        """To whoever leads; without a leader nobody hears it."""
-        if self.leader is not None and not self.leader.mute:
-            self.messages += len(happened)
-            self.leader.feed(happened, self.now)
-
-    def say(self, machine: Machine, message: Message) -> None:
-        """An agent's word, now or after its next hello."""
-        if machine.reachable and self.leader is not None and not self.leader.mute:
-            self.feed(message)  # type: ignore[arg-type]
-        elif machine.up:
-            machine.outbox.append(message)
-
-    def link(self, machine: Machine, *, well: bool) -> None:
-        """Keep the set of machines out of reach up to date."""
-        machine.linked = well
-        if machine.reachable:
-            self.away.discard(machine)
-        else:
-            self.away.add(machine)
-
-    def hello(self, machine: Machine) -> Hello:
-        workers: tuple[WorkerFact, ...] = ()
-        if machine.worker is not None:
-            job, rank, incarnation = machine.worker
-            fact = WorkerFact(job.spec.job, rank, 0, incarnation, machine.generation)
-            workers = (fact,)
-        standbys: tuple[StandbyFact, ...] = ()
-        if machine.standby is not None:
-            standbys = (StandbyFact(machine.standby.spec.job, 0, 1, machine.ready),)
-        return Hello(
-            machine.node,
-            machine.node,
-            1,
-            1,
-            2,
-            f"b{machine.boot}",
-            workers,
-            standbys,
-            machine.term_seen,
-            labels=labels_of(machine.number),
-        )
-
-    def connect(self, some: Iterable[Machine]) -> None:
-        """These agents' streams begin: hello first, then what waited."""
-        if self.leader is None:
-            return
-        able = [m for m in some if m.up and not (m.cut or m.deaf or m.linked)]
-        for machine in able:
-            self.link(machine, well=True)
-            machine.term_seen = max(machine.term_seen, self.leader.term)
-        if able:
-            self.feed(*map(self.hello, able))
-        for machine in able:
-            waiting, machine.outbox = machine.outbox, []
-            if waiting and machine.reachable:
-                self.feed(*waiting)  # type: ignore[arg-type]
+class World(Tree):
+    """Obeys. Knows nothing of faults: see fleet_faults.py."""
 
     # ------------------------------------------------------------ obeying
 
@@ -210,7 +100,7 @@ class World:
             return
         again = generation == job.generation
         if again and job.stage != "training":
-            self._answer(job, Phase.QUIESCE, generation, ranks, GATHER_SECONDS)
+            self.answer(job, Phase.QUIESCE, generation, ranks)
             return
         if again:
             return
@@ -227,7 +117,7 @@ class World:
             if job.generation == generation:
                 job.stop(self.now, "stopped")
                 self.staged(job)
-                self._answer(job, Phase.QUIESCE, generation, None, GATHER_SECONDS)
+                self.answer(job, Phase.QUIESCE, generation)
 
         self.later(wait, there)
 
@@ -253,23 +143,23 @@ class World:
         generation, ranks = order.generation, self._named(job, order.nodes)
         match action:
             case Agree():
-                self._answer(job, Phase.AGREE, generation, ranks, GATHER_SECONDS)
+                self.answer(job, Phase.AGREE, generation, ranks)
             case _ if generation != job.generation:
                 return
             case Reform() if job.stage == "whole":
-                self._answer(job, Phase.VERIFY, generation, ranks, GATHER_SECONDS)
+                self.answer(job, Phase.VERIFY, generation, ranks)
             case Reform():
                 self._check_boundary(job, action.boundary)
                 seconds = REFORM_SECONDS + job.groups_seconds
                 seconds += TRANSFER_SECONDS if action.moves else 0.0
                 self.later(seconds, lambda: self._whole(job, generation))
             case Resume() if job.stage == "training":
-                self._answer(job, Phase.RESUME, generation, ranks, GATHER_SECONDS)
+                self.answer(job, Phase.RESUME, generation, ranks)
             case Resume():
                 seconds = RESUME_SECONDS + job.step_seconds
                 self.later(seconds, lambda: self._resumed(job, generation, action.boundary))
             case Save() if job.stage == "saved":
-                self._answer(job, Phase.SAVE, generation, ranks, GATHER_SECONDS)
+                self.answer(job, Phase.SAVE, generation, ranks)
             case Save():
                 self.later(SAVE_SECONDS, lambda: self._saved(job, generation, action))
 
@@ -283,7 +173,7 @@ class World:
         job.stage = "whole"
         job.empty.clear()
         job.corrupt.clear()
-        self._answer(job, Phase.VERIFY, generation, None, GATHER_SECONDS)
+        self.answer(job, Phase.VERIFY, generation)
 
     def _resumed(self, job: Trainee, generation: Generation, boundary: int) -> None:
         if job.generation != generation or job.bad or job.stage != "whole":
@@ -291,7 +181,7 @@ class World:
         self._check_seats(job)
         job.train(self.now, boundary)
         self.staged(job)
-        self._answer(job, Phase.RESUME, generation, None, GATHER_SECONDS)
+        self.answer(job, Phase.RESUME, generation)
 
     def _check_seats(self, job: Trainee) -> None:
         """One living worker per rank trains, and it sits where the roster says."""
@@ -314,7 +204,7 @@ class World:
             name, at, path = job.spec.job, action.boundary, action.path
             told = Publish(machine.node, name, generation, writer, at, path, f"save-{generation}")
             self.say(machine, told)
-        self._answer(job, Phase.SAVE, generation, None, GATHER_SECONDS)
+        self.answer(job, Phase.SAVE, generation)
 
     # ------------------------------------------------------------ workers
 
@@ -339,7 +229,7 @@ class World:
             machine.standby, machine.ready = None, False
         self._seat(job, seat.rank, machine, seat.incarnation)
         if job.stage == "training":
-            self._answer(job, Phase.RESUME, generation, {seat.rank}, GATHER_SECONDS)
+            self.answer(job, Phase.RESUME, generation, {seat.rank})
         elif job.starting != generation:
             job.starting = generation
             seconds = STARTUP_SECONDS * (2 if action.resume_from else 1)
@@ -361,7 +251,7 @@ class World:
         self._check_seats(job)
         job.train(self.now, start)
         self.staged(job)
-        self._answer(job, Phase.RESUME, generation, None, GATHER_SECONDS)
+        self.answer(job, Phase.RESUME, generation)
 
     def _assign(self, job: Trainee, order: Order, action: Assign) -> None:
         seat, machine = action.seat, self.machines[action.seat.node]
@@ -482,85 +372,3 @@ class World:
         job.bad = set(map(Rank, range(job.size)))
         job.targets.clear()
         job.leavers.clear()
-
-    # ------------------------------------------------------------ the tree
-
-    def _answer(
-        self,
-        job: Trainee,
-        phase: Phase,
-        generation: Generation,
-        ranks: set[Rank] | None,
-        seconds: float,
-    ) -> None:
-        """These ranks, or all, report a phase once the tree has gathered them."""
-        key = (phase, generation)
-        known = job.answering.get(key, ())
-        if known != ():
-            assert not isinstance(known, tuple)
-            merged = None if known is None or ranks is None else known | ranks
-            job.answering[key] = merged
-            return
-        job.answering[key] = ranks
-        self.later(seconds, lambda: self._flush(job, phase, generation))
-
-    def _flush(self, job: Trainee, phase: Phase, generation: Generation) -> None:
-        ranks = job.answering.pop((phase, generation))
-        if self.leader is None or (phase is not Phase.AGREE and generation != job.generation):
-            return
-        known = self.leader.cluster.jobs[job.spec.job]
-        if known.roster is None or not _fits(job, phase):
-            return
-        hidden = self._hidden(job)
-        excluded = {*job.bad, *job.corrupt, *hidden}
-        if phase is Phase.QUIESCE:
-            excluded |= job.empty
-        wrong = [
-            SeatReport(r, job.committed, False) for r in sorted(job.corrupt - job.bad - hidden)
-        ]
-        root = self.machines[known.roster.store_node]
-        if ranks is not None or not root.reachable:
-            named = range(job.size) if ranks is None else sorted(ranks)
-            for rank in (Rank(r) for r in named if r not in excluded):
-                machine = job.seated(rank)
-                if machine is not None:
-                    told = job.report(phase, rank, "", self.now)
-                    self._tell(machine, job, generation, phase, (told,))
-            return
-        alike = all_but(job.size, excluded)
-        if alike:
-            first = next(r for r in range(job.size) if r not in excluded)
-            told = job.report(phase, Rank(first), alike, self.now)
-            self._tell(root, job, generation, phase, (told, *wrong))
-
-    def _hidden(self, job: Trainee) -> set[Rank]:
-        """Ranks whose agents nobody hears. Who only used to have the seat is none of them."""
-        uses = ((machine, machine.worker) for machine in self.away)
-        return {
-            use[1]
-            for machine, use in uses
-            if use is not None and use[0] is job and job.seats[use[1]] == (machine, use[2])
-        }
-
-    def _tell(
-        self,
-        machine: Machine,
-        job: Trainee,
-        generation: Generation,
-        phase: Phase,
-        seats: tuple[SeatReport, ...],
-    ) -> None:
-        name = job.spec.job
-        self.say(machine, PhaseReport(machine.node, name, generation, phase, seats))
-
-
-def _fits(job: Trainee, phase: Phase) -> bool:
-    """Whether a job can still say this of itself."""
-    stages = {
-        Phase.AGREE: ("training",),
-        Phase.QUIESCE: ("stopped",),
-        Phase.VERIFY: ("whole",),
-        Phase.RESUME: ("training",),
-        Phase.SAVE: ("saved",),
-    }
-    return job.stage in stages[phase]
