@@ -93,17 +93,22 @@ class Facts:
 
 def families(cluster: Cluster, tally: Tally, facts: Facts) -> list[Family]:
     """Everything that the orchestrator answers to GET /metrics, but for its own process."""
-    jobs = [cluster.jobs[name] for name in cluster.open_jobs]
-    # The largest first: where not all can be shown, these cost most.
-    jobs.sort(key=lambda job: (-job.spec.world_size, job.spec.job))
+    jobs = named_jobs(cluster)
     return [
         *_leadership(cluster, facts),
         *_fleet(cluster, facts),
-        *_jobs_together(cluster, len(jobs)),
+        *_jobs_together(cluster),
         *_incidents(cluster, tally),
-        *_jobs(cluster, jobs[:JOBS_MAX], facts),
-        *_accounts(jobs[:JOBS_MAX], facts),
+        *_jobs(jobs, facts),
+        *_accounts(jobs, facts),
     ]
+
+
+def named_jobs(cluster: Cluster) -> list[Job]:
+    """Those with series of their own: of all that are open, the ones that cost most."""
+    jobs = [cluster.jobs[name] for name in cluster.open_jobs]
+    jobs.sort(key=lambda job: (-job.spec.world_size, job.spec.job))
+    return jobs[:JOBS_MAX]
 
 
 def _leadership(cluster: Cluster, facts: Facts) -> list[Family]:
@@ -189,10 +194,10 @@ def _count_slots(cluster: Cluster, node: NodeState, now: float, uses: Counter[st
 # ---------------------------------------------------------------- jobs and incidents together
 
 
-def _jobs_together(cluster: Cluster, running: int) -> list[Family]:
+def _jobs_together(cluster: Cluster) -> list[Family]:
     states = Counter(dict.fromkeys(map(str, JobState), 0))
     states.update(str(job.state) for job in cluster.jobs.values())
-    unseen = max(0, running - JOBS_MAX)
+    unseen = max(0, len(cluster.open_jobs) - JOBS_MAX)
     return [
         gauges("keepstep_jobs", "Jobs that are known, by state.", "state", states),
         gauge("keepstep_jobs_not_shown", "Open jobs without series of their own.", float(unseen)),
@@ -228,7 +233,7 @@ def _incidents(cluster: Cluster, tally: Tally) -> list[Family]:
 # ---------------------------------------------------------------- one job
 
 
-def _jobs(cluster: Cluster, jobs: list[Job], facts: Facts) -> list[Family]:
+def _jobs(jobs: list[Job], facts: Facts) -> list[Family]:
     pulses = shown.pulses_by_job(facts.heartbeats)
     paces = {job.spec.job: shown.pace(job, pulses.get(job.spec.job, ())) for job in jobs}
 

@@ -116,7 +116,7 @@ class Watching:
         """Everything in numbers, for Prometheus."""
         here = self._orchestrator
         self._tally.hear(here.cluster.closed)
-        jobs = here.cluster.open_jobs[: metrics.JOBS_MAX]
+        jobs = [job.spec.job for job in metrics.named_jobs(here.cluster)]
         found = {job: account for job in jobs if (account := self._account(job)) is not None}
         facts = metrics.Facts(
             now=here.now(),
