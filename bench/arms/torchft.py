@@ -135,7 +135,7 @@ def versions() -> dict[str, str]:
 # ---------------------------------------------------------------- inside the workers
 
 
-def manager_of(group: Any, seconds: float, state: Any, load: Any) -> Any:
+def manager_of(group: Any, state: Any, load: Any) -> Any:
     import torch
     from torchft import Manager
     from torchft.checkpointing.pg_transport import PGTransport
@@ -206,9 +206,8 @@ def train(plan: Plan) -> None:
         for name, part in parts.items():
             part.load_state_dict(given[name])
 
-    seconds = float(os.environ[GROUP])
-    group = ProcessGroupGloo(timeout=timedelta(seconds=seconds))
-    manager = manager_of(group, seconds, state, load)
+    group = ProcessGroupGloo(timeout=timedelta(seconds=float(os.environ[GROUP])))
+    manager = manager_of(group, state, load)
     model = parts["model"] = spread(made.bare_model(plan, data), plan, manager, size)
     inner = parts["optimizer"] = made.optimizer_of(model, plan)
     optimizer = Optimizer(manager, inner)
