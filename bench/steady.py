@@ -37,20 +37,30 @@ IDLE_SECONDS_MAX = 90.0
 def main() -> int:
     args = options()
     print(f"machine {record.machine()}")
-    runs = {spec: measure(spec, args) for spec in args.arms.split(",")}
-    path = record.keep(
-        "steady-quick" if args.quick else "steady", {"options": vars(args), "runs": runs}
-    )
-    for spec, run in runs.items():
-        value, upper, low, high = run["ratio"]
-        off = abs(run["control"][0] - 1) > overhead.CONTROL_OFF_MAX
-        print(
-            f"{spec}: {run['steps_per_arm']} steps per arm, ratio {value:.4f} [{low:.4f}, "
-            f"{high:.4f}], upper 95% {upper:.4f}, control {run['control'][0]:.4f}"
-            f"{': invalid, the control is off' if off else ''}"
-        )
+    runs: dict[str, Any] = {}
+    try:
+        for spec in args.arms.split(","):
+            runs[spec] = measure(spec, args)
+            tell(spec, runs[spec])
+    except (KeyboardInterrupt, SystemExit):
+        print("interrupted: the arms that are complete are kept", flush=True)
+    if not runs:
+        return 2
+    name = "steady-quick" if args.quick else "steady"
+    path = record.keep(name, {"options": vars(args), "runs": runs})
     print(f"raw results: {path}")
     return 0
+
+
+def tell(spec: str, run: dict[str, Any]) -> None:
+    value, upper, low, high = run["ratio"]
+    off = abs(run["control"][0] - 1) > overhead.CONTROL_OFF_MAX
+    print(
+        f"{spec}: {run['steps_per_arm']} steps per arm, ratio {value:.4f} [{low:.4f}, "
+        f"{high:.4f}], upper 95% {upper:.4f}, control {run['control'][0]:.4f}"
+        f"{': invalid, the control is off' if off else ''}",
+        flush=True,
+    )
 
 
 def options() -> argparse.Namespace:
