@@ -110,8 +110,8 @@ test-process: ## real processes, sockets and, as root, network namespaces
 sim: ## the seeded simulator alone
 	$(BOUND) 600 $(PY) -m pytest -q --durations=5 tests/simulation
 
-# 20 faults and 15 moves from fixed seeds, to compare with yesterday, and a few against each way to
-# shard; 5 faults from a fresh one, to find what is new.
+# 20 faults and 15 moves from fixed seeds, to compare with yesterday, a few against each way to
+# shard, and 10 against leaders and their database; 5 faults from a fresh one, to find what is new.
 .PHONY: chaos-ci
 chaos-ci: ## a real job under 20 fixed faults, 15 moves and 5 fresh faults, compared bit for bit
 	$(BOUND) 1800 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --faults 20 --seed 1
@@ -120,6 +120,7 @@ chaos-ci: ## a real job under 20 fixed faults, 15 moves and 5 fresh faults, comp
 	$(BOUND) 600 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --parallel tp --faults 3 --seed 4
 	$(BOUND) 600 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --parallel fsdp --faults 4 --seed 5
 	$(BOUND) 600 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --parallel zero1 --faults 4 --seed 6 --kinds sigkill,rank0,second_in_sync,two_ranks
+	$(BOUND) 600 $(BIN)/keepstep lab failover --faults 10 --seed 7
 	@seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
 	echo "chaos-ci: fresh seed $$seed"; \
 	$(BOUND) 900 $(BIN)/keepstep lab chaos --world 4 --nodes 4 --spares 2 --faults 5 --seed "$$seed"

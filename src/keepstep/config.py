@@ -61,9 +61,9 @@ class OrchestratorConfig:
     lease to end. Each orchestrator of a cluster needs a name of its own."""
     lease_seconds: float = 2.0
     """How long nobody else may begin a term after this leader's last write to a journal in
-    PostgreSQL, on the database's clock. An idle leader writes every quarter of it. It is what a
-    takeover waits for when a leader dies: with 2 s a takeover takes less than 3. A leader that
-    was merely slow keeps its term for as long."""
+    PostgreSQL, on the database's clock. An idle leader writes every quarter of it. It is most
+    of what a takeover takes when a leader dies. A leader that was merely slow keeps its term for as
+    long."""
     advertise: str = ""
     """Under which URL agents and operators reach this orchestrator, for the other ones to say;
     empty: where it listens, by the host's name if that is everywhere (0.0.0.0)."""
