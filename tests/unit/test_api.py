@@ -309,9 +309,7 @@ async def test_each_route_answers_as_the_document_says(server: Server):
 @in_a_server
 async def test_streams_hold_what_the_document_says(server: Server):
     schemas = DOCUMENT["components"]["schemas"]
-    events_told = [
-        json.loads(codec.dumps(record)) for record in server.orchestrator.history
-    ]
+    events_told = [json.loads(codec.dumps(record)) for record in server.orchestrator.history]
     assert events_told
     assert [c for record in events_told for c in complaints(schemas["Decision"], record)] == []
     reply = await server.reply("GET", f"/v1/jobs/{JOB}/journal")

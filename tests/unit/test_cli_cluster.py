@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.cli.cluster import HOLDER, JOURNAL, ClusterPlan, LocalCluster, NodePlan
+from keepstep.cli.cluster import HOLDER, JOURNAL, ORCHESTRATOR, ClusterPlan, LocalCluster, NodePlan
 
 URL = "postgresql://keepstep:secret@db/cluster"
 
@@ -18,18 +18,21 @@ def cluster_in(path: Path, config_file: Path | None = None) -> LocalCluster:
 
 
 def test_the_journal_is_a_file_in_the_run_directory(tmp_path: Path):
-    command = cluster_in(tmp_path)._orchestrator_program().command
+    command = cluster_in(tmp_path)._orchestrator_program(ORCHESTRATOR).command
     assert command[command.index("--journal") + 1] == str(tmp_path / "journal.db")
 
 
 def test_the_journal_is_where_the_settings_say(tmp_path: Path):
     config_file = tmp_path / "settings.toml"
     config_file.write_text(f"[orchestrator]\njournal = '{URL}'\n", encoding="utf-8")
-    program = cluster_in(tmp_path, config_file)._orchestrator_program()
+    program = cluster_in(tmp_path, config_file)._orchestrator_program(ORCHESTRATOR)
     assert "--journal" not in program.command
     assert str(tmp_path) in program.environment[HOLDER], "two runs are two holders"
     config_file.write_text("[orchestrator]\njournal_holder = 'me'\n", encoding="utf-8")
-    assert HOLDER not in cluster_in(tmp_path, config_file)._orchestrator_program().environment
+    assert (
+        HOLDER
+        not in cluster_in(tmp_path, config_file)._orchestrator_program(ORCHESTRATOR).environment
+    )
 
 
 def test_a_password_stays_out_of_command_lines_and_of_the_workers(
@@ -38,7 +41,7 @@ def test_a_password_stays_out_of_command_lines_and_of_the_workers(
     monkeypatch.setenv(JOURNAL, URL)
     monkeypatch.setenv("PGPASSWORD", "secret")
     cluster = cluster_in(tmp_path)
-    orchestrator = cluster._orchestrator_program()
+    orchestrator = cluster._orchestrator_program(ORCHESTRATOR)
     agent = cluster._agent_program(cluster.nodes["n0"])
     assert not any("secret" in word for word in (*orchestrator.command, *agent.command))
     for name in (JOURNAL, "PGPASSWORD"):

@@ -51,7 +51,7 @@ def test_three_hundred_faults_hit_every_cell_at_least_twice():
 
 
 def test_every_cell_has_an_expected_outcome_and_a_way_to_strike(tmp_path):
-    injector = Injector(None, None, tmp_path, None)
+    injector = Injector(None, None, tmp_path, None, control=object())
     for cell in CATALOGUE:
         assert cell.expected is not Outcome.STUCK
         assert cell.kind in injector._kinds, cell.name

@@ -63,8 +63,8 @@ class Endpoints:
         self._failed_at[endpoint] = now
         self._named, self._sent_on = None, 0
         if endpoint in self._known:
-            self._at = self._known.index(endpoint)
-        self._at += 1
+            # One that only a follower named has no place in the list to go on from.
+            self._at = self._known.index(endpoint) + 1
         self._failures = 1 if held else self._failures + 1
 
     def pause(self, chance: float, *, urgent: bool) -> float:

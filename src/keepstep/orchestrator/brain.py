@@ -28,7 +28,7 @@ from keepstep.orchestrator import (
     policy,
     reconcile,
     requests,
-    seating,
+    room,
     slots,
     spares,
     taints,
@@ -52,7 +52,6 @@ from keepstep.orchestrator.events import (
     UnfreezeAsked,
     UntaintAsked,
 )
-from keepstep.orchestrator.happenings import Room
 from keepstep.orchestrator.state import (
     Cause,
     Cluster,
@@ -96,7 +95,7 @@ def step(cluster: Cluster, event: Event, now: float) -> Decision:
     turn = Turn(cluster, now)
     _dispatch(turn, event)
     if isinstance(event, Hello | StandbyReport | Tick | Submitted | UnfreezeAsked):
-        _use_room(turn)
+        room.use(turn)
     changed = turn.touched or bool(turn.orders)
     why = "; ".join(note.why for note in turn.notes) or turn.ignored
     return Decision(
@@ -522,45 +521,3 @@ def _not_found(turn: Turn, job: Job, rank: Rank) -> None:
             detail=detail,
         ),
     )
-
-
-def _use_room(turn: Turn) -> None:
-    """Held jobs first, then those with ranks that shall move, then waiting ones, then standbys."""
-    if turn.cluster.frozen:
-        return
-    cluster = turn.cluster
-    jobs = [job for job in map(cluster.jobs.__getitem__, cluster.open_jobs) if _wants_room(job)]
-    if not jobs:
-        return
-    jobs.sort(key=lambda job: (-job.spec.priority, job.spec.job))
-    first = seating.allocating(cluster)
-    for job in jobs:
-        if first is not None and job.spec.priority < first:
-            break
-        if job.unsure is not None:
-            continue
-        migration.step(turn, job, Room())
-        planned.begin(turn, job)
-        if lending.seek(turn, job):
-            migration.step(turn, job, Room())
-            planned.begin(turn, job)
-    launch.start_waiting(turn)
-    first = seating.allocating(cluster)
-    few = [job for job in map(cluster.jobs.__getitem__, cluster.open_jobs) if _few_standbys(job)]
-    for job in sorted(few, key=lambda job: (-job.spec.priority, job.spec.job)):
-        if job.state.over or (first is not None and job.spec.priority <= first):
-            continue
-        if job.migration is None or job.migration.purpose == "start":
-            spares.refill(turn, job)
-
-
-def _wants_room(job: Job) -> bool:
-    """Whether more room could change anything for a job: with most of them all is well."""
-    moving = job.migration
-    held = moving is not None and moving.phase in (Phase.HOLD, Phase.FALLBACK)
-    waits = job.state in (JobState.WAITING, JobState.PARKED)
-    return held or waits or bool(job.leaving) or _few_standbys(job)
-
-
-def _few_standbys(job: Job) -> bool:
-    return len(job.standbys) < job.spec.spares
