@@ -208,16 +208,15 @@ class Campaign:
         self._failpoints = run_dir / "failpoints"
         self._failpoints.mkdir(parents=True, exist_ok=True)
         self._made = 0
-        extra = LENDER_NODES if lends else 0
-        nodes = [self._new_node() for _ in range(plan.nodes_in_all + extra)]
+        number = plan.nodes_in_all + (LENDER_NODES if lends else 0)
+        nodes = [self._new_node() for _ in range(number)]
         self._control = ControlPlane(network) if plan.mix is Mix.FAILOVER else None
         cluster_plan = local_plan(self._control, network, self._environment())
         self._cluster = LocalCluster(run_dir, nodes, cluster_plan)
         self._sight = Sight(self._cluster, JOB)
         self._lender = Lender(self._cluster, run_dir, plan.slots) if lends else None
-        self._injector = Injector(
-            self._cluster, network, self._failpoints, self._sight, self._lender, self._control
-        )
+        watched = (self._failpoints, self._sight, self._lender, self._control)
+        self._injector = Injector(self._cluster, network, *watched)
         self._aftermath = Aftermath(
             self._cluster, self._sight, self._injector, self._lender, self._tend
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from keepstep.chaos.fleet_jobs import Trainee
 from keepstep.chaos.fleet_setting import MIGRATIONS_MAX
 from keepstep.chaos.simulated_checks import Violation
-from keepstep.model import Generation, IncidentId, JobId, JobState, Phase
+from keepstep.model import Generation, IncidentId, JobId, JobState, NodeId, Phase
 from keepstep.orchestrator import seating
 from keepstep.orchestrator.state import Cluster, Incident, Job, Occupant, slot_key
 
@@ -226,10 +226,10 @@ def check_slots(cluster: Cluster) -> None:
         roomy = state.alive and len(state.uses) < state.slots
         if roomy and node not in listed:
             raise Violation(f"{node} has room and is not listed")
-    fenced = [
-        place
-        for place in owners
-        if not (user := cluster.nodes[place[0]].uses.get(place[1])) or not user.fenced
-    ]
+    fenced = []
+    for place in owners:
+        holder = cluster.nodes[NodeId(place[0])].uses.get(place[1])
+        if holder is None or not holder.fenced:
+            fenced.append(place)
     if fenced:
         raise Violation(f"{len(fenced)} seats have no slot: {fenced[:3]}")

@@ -28,7 +28,7 @@ from keepstep.chaos.fleet_setting import (
 from keepstep.chaos.fleet_world import World
 from keepstep.chaos.simulated_checks import Violation
 from keepstep.errors import Deposed
-from keepstep.model import JobId, Rank, Severity, Sign
+from keepstep.model import JobId, Rank, Severity, Sign, Term
 from keepstep.orchestrator import events
 from keepstep.orchestrator.liveness import VOUCH_STEPS
 from keepstep.orchestrator.stepped import Stepped
@@ -348,7 +348,7 @@ class Faults(World):
 
     def _wake(self, before: Leader) -> None:
         """What it had journaled goes out, and nobody obeys; what it wants to write is refused."""
-        newest = self.leader.term if self.leader is not None else before.term + 1
+        newest = self.leader.term if self.leader is not None else Term(before.term + 1)
         for decision in before.unsent:
             for order in decision.orders:
                 self.obey(order, newest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -78,7 +78,7 @@ def summary(fleet: Told, interval_seconds: float) -> Month:
     useful = sum(fleet.useful[name] * ranks[name] for name in ranks)
     useful_restart = sum(restarted[name].useful_seconds * ranks[name] for name in ranks)
     whole = plan.nodes * plan.seconds
-    spent: Counter[str] = Counter()
+    spent: dict[str, float] = defaultdict(float)
     for name, parts in fleet.spent.items():
         for kind, seconds in parts.items():
             spent[kind] += seconds * ranks[name]
@@ -99,7 +99,10 @@ def summary(fleet: Told, interval_seconds: float) -> Month:
         goodput=useful / whole,
         ettr_restart=useful_restart / paid,
         goodput_restart=useful_restart / whole,
-        time_shares={kind: seconds / total for kind, seconds in spent.most_common()},
+        time_shares={
+            kind: seconds / total
+            for kind, seconds in sorted(spent.items(), key=lambda part: -part[1])
+        },
         fallbacks=referee.outcomes["fallback"],
         lost_steps=sum(job.lost_steps for job in fleet.jobs.values()),
         steps=sum(job.step_at(fleet.now) for job in fleet.jobs.values()),

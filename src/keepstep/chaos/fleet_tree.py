@@ -69,7 +69,7 @@ class Tree:
     def say(self, machine: Machine, message: Message) -> None:
         """An agent's word, now or after its next hello."""
         if machine.reachable and self.leader is not None and not self.leader.mute:
-            self.feed(message)  # type: ignore[arg-type]
+            self.feed(message)
         elif machine.up:
             machine.outbox.append(message)
 
@@ -116,7 +116,7 @@ class Tree:
         for machine in able:
             waiting, machine.outbox = machine.outbox, []
             if waiting and machine.reachable:
-                self.feed(*waiting)  # type: ignore[arg-type]
+                self.feed(*waiting)
 
     # ------------------------------------------------------------ the tree
 

@@ -274,7 +274,7 @@ def guarantee(chain: Chain, steps: Lines, terms: Terms) -> Guarantee:
             alike = digests.get(closed["generation"], {}).values()
             judged.append(_judged(closed, steps, begun, terms, [len(found) for found in alike]))
     for name, at in opened.items():  # Only one that the chain ends in may still be open.
-        end = "open" if name == facts.get("incident") else "missed"
+        end = "open" if name == chain.facts(chain.bodies[-1]).get("incident") else "missed"
         judged.append(Judged(name, at, end, "not resolved"))
     judged += _gaps(steps, explained, terms)
     if terms.begins:

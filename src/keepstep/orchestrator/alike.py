@@ -42,7 +42,7 @@ def apart(seat: SeatReport, size: int) -> list[SeatReport]:
     """What was said of many, said of each."""
     if not seat.alike:
         return [seat]
-    return [replace(seat, rank=rank, alike="") for run in _runs(seat, size) for rank in run]
+    return [replace(seat, rank=Rank(rank), alike="") for run in _runs(seat, size) for rank in run]
 
 
 def take(job: Job, report: PhaseReport, seat: SeatReport) -> bool:
