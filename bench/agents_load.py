@@ -187,6 +187,7 @@ class FakeAgent:
                 term_seen=self.fleet.term,
                 token=self.fleet.token,
                 labels={"rack": f"r{self.number // 16}"},
+                speaks=wire.VERSION,
             )
         )
         self.changed()

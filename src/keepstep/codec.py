@@ -52,6 +52,29 @@ def to_plain(value: object) -> Any:
     return {str(key): to_plain(item) for key, item in value.items()}
 
 
+def to_older(value: object, fields: Mapping[str, str], members: Mapping[str, str]) -> Any:
+    """`to_plain` for a reader of an older version: what it does not know is left out.
+
+    The tables name the fields of the records that it knows, and the members of its enumerations. A
+    record or a member that it has no word for is a WireError: this cannot be said to it.
+    """
+    name = type(value).__name__
+    if isinstance(value, Enum):
+        if str(value.value) not in members.get(name, "").split():
+            raise WireError(f"an older version has no word for {name} {value.value!r}")
+        return value.value
+    if dataclasses.is_dataclass(value):
+        if name not in fields:
+            raise WireError(f"an older version has no word for {name}")
+        known = fields[name].split()
+        return {each: to_older(getattr(value, each), fields, members) for each in known}
+    if isinstance(value, tuple | list):
+        return [to_older(item, fields, members) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_older(item, fields, members) for key, item in value.items()}
+    return to_plain(value)
+
+
 _AS_IS = frozenset({type(None), bool, int, float, str})
 _SHAPES: dict[Any, tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]] = {}
 """Of the dataclasses seen so far: the names of their fields, and how to read them all at once."""

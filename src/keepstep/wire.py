@@ -2,8 +2,15 @@
 
 Three conversations: agent and orchestrator (one stream each), worker and agent (a Unix socket),
 and anybody with an agent's peer port (fetching private state). All are JSON objects of the form
-{"v": 1, "kind": "quiesce", "body": {…}} behind a 4-byte length, strictly decoded by keepstep.codec,
+{"v": 2, "kind": "Quiesce", "body": {…}} behind a 4-byte length, strictly decoded by keepstep.codec,
 never pickled. Receivers drop older terms and generations and say so.
+
+This version and the one before it are spoken, so that a cluster can be upgraded node by node. What
+the other side speaks at most is in the orchestrator's answer to an upgrade (OFFER), in an agent's
+Hello and in a worker's WorkerHello. An older side is told what its version knew (wire_v1.py) and
+nothing else; what it leaves out is read as the default. So a new field needs a default that means
+what the older version does anyway. If there is none, it is a new message, which an older side is
+not sent. docs/decisions/0041 says more.
 
 The digest that compares state is named here because both sides of a wire must mean the same
 function; its code is in keepstep/training/capsule.py.
@@ -16,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from keepstep import codec
+from keepstep import codec, wire_v1
 from keepstep.errors import WireError
 from keepstep.model import (
     TAINT_SECONDS,
@@ -35,7 +42,11 @@ from keepstep.model import (
     Term,
 )
 
-VERSION = 1
+VERSION = 2
+OLDEST = 1
+"""The oldest version that is spoken: the one before."""
+OFFER = "Keepstep-Wire"
+"""The header with which an orchestrator says what it speaks: "1-2". One of version 1 sends none."""
 DIGEST = "lane-poly-1"
 FRAME_BYTES_MAX = 64 * 1024 * 1024
 STRANGER_BYTES_MAX = 1024 * 1024
@@ -87,6 +98,12 @@ class Hello:
     """Of the journal, in that term: the newest entry whose order was obeyed here."""
     obeyed: dict[str, Generation] = field(default_factory=dict)
     """By job, the highest generation whose orders were obeyed here: later ones get higher ones."""
+    speaks: int = 1
+    """The highest version of the wire that it speaks."""
+    release: str = ""
+    """Of Keepstep on this node; empty: an older one, which does not say."""
+    torch: str = ""
+    """As installed there; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,6 +491,8 @@ class WorkerHello:
     incarnation: int = 0
     generation: Generation = Generation(0)
     level: int = 1
+    speaks: int = 1
+    """The version of the wire that its own code speaks: workers outlive an agent's upgrade."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -616,20 +635,20 @@ Message = Any
 _LENGTH = struct.Struct(">I")
 
 
-def encode(message: Message) -> bytes:
-    """One frame: 4 bytes of length, then JSON."""
-    body = codec.dumps(to_plain(message))
+def encode(message: Message, version: int = VERSION) -> bytes:
+    """One frame: 4 bytes of length, then JSON. A WireError if that version has no word for it."""
+    body = codec.dumps(to_plain(message, version))
     if len(body) > FRAME_BYTES_MAX:
         raise WireError(f"a {type(message).__name__} of {len(body)} bytes is over the limit")
     return _LENGTH.pack(len(body)) + body
 
 
-def frames(order: Order) -> Iterator[tuple[NodeId, bytes]]:
+def frames(order: Order, version: int = VERSION) -> Iterator[tuple[NodeId, bytes]]:
     """An order as each of its nodes gets it: encoded once, and addressed to that node alone.
 
     The names of 2,048 nodes would be most of it.
     """
-    whole = codec.dumps(to_plain(replace(order, nodes=())))
+    whole = codec.dumps(to_plain(replace(order, nodes=()), version))
     # Keys are sorted and the action comes first: the last one is the order's own. A quote inside
     # of a string is escaped.
     before, empty, after = whole.rpartition(b'"nodes":[]')
@@ -646,10 +665,14 @@ def decode(frame: bytes) -> Message:
     return from_plain(codec.loads(frame))
 
 
-def to_plain(message: Message) -> dict[str, Any]:
+def to_plain(message: Message, version: int = VERSION) -> dict[str, Any]:
     """A message as plain JSON; an order's action carries its kind beside it."""
-    plain: dict[str, Any] = {"v": VERSION, "kind": type(message).__name__}
-    body = codec.to_plain(message)
+    plain: dict[str, Any] = {"v": version, "kind": type(message).__name__}
+    if version == VERSION:
+        body = codec.to_plain(message)
+    else:
+        assert version == OLDEST, f"version {version} is nobody's that we talk to"
+        body = codec.to_older(message, wire_v1.FIELDS, wire_v1.MEMBERS)
     if isinstance(message, Order):
         body["action"] = {"kind": type(message.action).__name__, "body": body["action"]}
     plain["body"] = body
@@ -661,9 +684,8 @@ def from_plain(plain: object) -> Message:
     if not isinstance(plain, dict) or plain.keys() != {"v", "kind", "body"}:
         raise WireError("a message is an object with v, kind and body")
     version, name = plain["v"], plain["kind"]
-    if type(version) is not int or version != VERSION:
-        said = version if isinstance(version, int) else type(version).__name__
-        raise WireError(f"version {said} is not spoken here; this side speaks {VERSION}")
+    if type(version) is not int or not OLDEST <= version <= VERSION:
+        raise WireError(why_not(version))
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         said = repr(name[:40]) if isinstance(name, str) else type(name).__name__
@@ -696,6 +718,34 @@ class _OrderHeader:
     job: JobId
     nodes: tuple[NodeId, ...]
     seq: int = 0
+
+
+def why_not(version: object) -> str:
+    """Why there is no talking with a side that speaks this version at most, or nothing older."""
+    said = version if isinstance(version, int) else type(version).__name__
+    newer = isinstance(version, int) and version > VERSION
+    which = "this side" if newer else "the side that speaks it"
+    return (
+        f"version {said} of the wire is not spoken here, only {OLDEST} to {VERSION}: upgrade "
+        f"{which} first"
+    )
+
+
+def agreed(speaks: int) -> int:
+    """The version to talk in with a side that speaks this one at most, and the one before it."""
+    if speaks < OLDEST:
+        raise WireError(why_not(speaks))
+    return min(speaks, VERSION)
+
+
+def offered(header: str) -> int:
+    """The version to talk in with an orchestrator whose answer had this header (OFFER)."""
+    oldest, _, newest = (header.strip() or "1-1").partition("-")
+    if not (oldest.isdecimal() and newest.isdecimal()) or len(header) > 20:
+        raise WireError(f"{OFFER}: {header[:40]!r} names no versions")
+    if int(oldest) > VERSION:
+        raise WireError(why_not(int(oldest)))
+    return agreed(int(newest))
 
 
 class _Reader(Protocol):

@@ -69,7 +69,8 @@ class FakeOrchestrator:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.heads.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b"HTTP/1.1 101 Switching Protocols\r\n\r\n")
+        offer = f"{wire.OFFER}: {wire.OLDEST}-{wire.VERSION}".encode()
+        writer.write(b"HTTP/1.1 101 Switching Protocols\r\n" + offer + b"\r\n\r\n")
         self.writer = writer
         pulse = self.pulse = asyncio.create_task(self._pulse(writer))
         try:

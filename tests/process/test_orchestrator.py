@@ -125,6 +125,7 @@ class FakeAgent:
             "peer_port": 1,
             "store_port": 2,
             "boot": f"boot-{node}",
+            "speaks": wire.VERSION,
             **hello,
         }
         self.send(wire.Hello(self.node, token=token, **facts))  # type: ignore[arg-type]

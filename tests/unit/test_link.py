@@ -82,7 +82,8 @@ def test_it_says_who_it_is_and_then_talks_both_ways(path, link, heard):
     agent = Agent(path)
     link.start()
     agent.accept()
-    assert agent.next() == wire.WorkerHello(JOB, 0, os.getpid(), Rank(3))
+    hello = wire.WorkerHello(JOB, 0, os.getpid(), Rank(3), speaks=wire.VERSION)
+    assert agent.next() == hello
     link.send(report(Phase.QUIESCE))
     assert agent.next() == report(Phase.QUIESCE)
     agent.say(order("a"))

@@ -66,6 +66,7 @@ class FakeStream:
 
     node = NODE
     dropped = ""
+    version = wire.VERSION
 
     def __init__(self, happened: list[str]) -> None:
         self.happened = happened
@@ -74,6 +75,9 @@ class FakeStream:
     def send(self, frame: bytes) -> None:
         self.sent.append(wire.decode(frame[4:]))
         self.happened.append("sent")
+
+    def say(self, message: wire.Message) -> None:
+        self.send(wire.encode(message))
 
     def drop(self, why: str) -> None:
         self.dropped = why

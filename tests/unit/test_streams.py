@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from keepstep import wire
+from keepstep.agent.stream import Stream
 from keepstep.clock import RealClock
-from keepstep.model import JobId, NodeId, Term
+from keepstep.errors import WireError
+from keepstep.model import Endpoint, Generation, JobId, NodeId, OrderId, Term
 from keepstep.orchestrator.pulses import SLICE, Frames, spread
-from keepstep.orchestrator.streams import MESSAGES_MAX, AgentStream, Line, listen
+from keepstep.orchestrator.streams import MESSAGES_MAX, AgentStream, Line, addressed, listen
 
 NODE = NodeId("n")
 
@@ -197,6 +201,7 @@ def test_a_message_that_cannot_be_read_ends_the_stream_with_its_reason():
 
 class FakeStream:
     dropped = ""
+    version = wire.VERSION
 
     def __init__(self, node: str) -> None:
         self.node = NodeId(node)
@@ -212,6 +217,96 @@ def test_an_agent_is_told_the_heads_of_its_own_jobs_only():
     assert of_a == wire.Pulse(Term(3), {"a": "7f"}, 1.5)
     assert wire.decode(frames.of([])[4:]) == wire.Pulse(Term(3), {}, 1.5)
     assert frames.of([JobId("a"), JobId("b")]) is frames.of([JobId("b"), JobId("a")])
+
+
+def test_an_older_agent_gets_a_pulse_that_it_can_read():
+    frames = Frames(Term(3), {"a": "7f"}, 1.5)
+    body = json.loads(frames.of([JobId("a")], 1)[4:])
+    assert body == {"v": 1, "kind": "Pulse", "body": {"term": 3, "heads": {"a": "7f"}}}
+    assert json.loads(frames.of([JobId("a")])[4:])["body"]["beat_seconds"] == 1.5
+
+
+def test_each_node_gets_an_order_in_the_version_that_it_speaks():
+    streams = {NodeId(name): FakeStream(name) for name in ("old", "new", "other")}
+    streams[NodeId("old")].version = 1
+    nodes = (NodeId("old"), NodeId("new"), NodeId("gone"))
+    order = wire.Order(Term(1), Generation(1), OrderId("o"), JobId("j"), nodes, wire.Agree())
+    for stream, frame in addressed(order, streams):
+        stream.send(frame)
+    said = {name: [json.loads(sent[4:]) for sent in s.sent] for name, s in streams.items()}
+    assert {name: [plain["v"] for plain in told] for name, told in said.items()} == {
+        "old": [1],
+        "new": [2],
+        "other": [],
+    }
+    assert all(told[0]["body"]["nodes"] == [name] for name, told in said.items() if told)
+
+
+def test_an_order_that_an_older_node_has_no_word_for_goes_to_the_others():
+    @dataclass(frozen=True)
+    class Novelty:
+        """An action of this version."""
+
+    streams = {NodeId(name): FakeStream(name) for name in ("old", "new")}
+    streams[NodeId("old")].version = 1
+    nodes = (NodeId("old"), NodeId("new"))
+    order = wire.Order(Term(1), Generation(1), OrderId("o"), JobId("j"), nodes, Novelty())
+    told = [stream.node for stream, _ in addressed(order, streams)]
+    assert told == ["new"]
+
+
+def talk(offer: str, messages: list[wire.Message]) -> tuple[list[dict], str]:
+    """What an agent's stream says to an orchestrator that offers this, and why it left."""
+
+    async def scene() -> tuple[list[dict], str]:
+        heard: list[dict] = []
+        done = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 101 Switching Protocols\r\n" + offer.encode() + b"\r\n")
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                for _ in messages:
+                    size = int.from_bytes(await reader.readexactly(4), "big")
+                    heard.append(json.loads(await reader.readexactly(size)))
+            done.set()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+        stream = Stream([endpoint], "token", lambda: messages, lambda message: None)
+        why = ""
+        try:
+            await stream._talk(endpoint)
+        except (WireError, OSError, asyncio.IncompleteReadError) as error:
+            why = str(error)
+        await done.wait()
+        server.close()
+        return heard, why
+
+    async def bounded() -> tuple[list[dict], str]:
+        async with asyncio.timeout(20):
+            return await scene()
+
+    return asyncio.run(bounded())
+
+
+HELLO = wire.Hello(NODE, "10.0.0.1", 4, 1, 2, "boot", speaks=wire.VERSION, release="0.1.0")
+
+
+def test_an_agent_speaks_as_its_orchestrator_does():
+    (old,), _ = talk("", [HELLO])
+    assert old["v"] == 1
+    assert not old["body"].keys() & {"speaks", "release", "torch"}
+    (new,), _ = talk("Keepstep-Wire: 1-2\r\n", [HELLO])
+    assert new["v"] == 2
+    assert (new["body"]["speaks"], new["body"]["release"]) == (2, "0.1.0")
+
+
+def test_an_agent_leaves_an_orchestrator_with_which_it_has_no_version_in_common():
+    heard, why = talk("Keepstep-Wire: 3-4\r\n", [HELLO])
+    assert heard == []
+    assert "upgrade this side first" in why
 
 
 def test_pulses_are_spread_and_each_stream_gets_one():

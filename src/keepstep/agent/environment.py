@@ -7,6 +7,8 @@ hosted by the node's store process and never by a rank, hence TORCHELASTIC_USE_A
 from __future__ import annotations
 
 import fcntl
+import functools
+import importlib.metadata
 import socket
 import struct
 from collections.abc import Mapping
@@ -19,6 +21,15 @@ from keepstep.wire import Membership
 SECRETS = ("KEEPSTEP_TOKEN", "KEEPSTEP_ORCHESTRATOR_JOURNAL", "PGPASSWORD")
 """The cluster's, and the ways to its journal: not for the programs that an agent starts."""
 _SIOCGIFADDR = 0x8915
+
+
+@functools.cache
+def installed(package: str) -> str:
+    """Its version on this node; empty: it is not there. Nothing is imported for that."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:

@@ -31,6 +31,8 @@ class Link:
     pid: int
     writer: asyncio.StreamWriter
     hello: wire.WorkerHello | None = None
+    version: int = wire.VERSION
+    """Of the wire, as the process speaks it: it may be older than this agent."""
     sent: set[OrderId] = field(default_factory=set)
     """Orders that went down this connection: none goes twice."""
 
@@ -41,7 +43,10 @@ class Link:
             if message.order_id in self.sent:
                 return
             self.sent.add(message.order_id)
-        self.writer.write(wire.encode(message))
+        try:
+            self.writer.write(wire.encode(message, self.version))
+        except WireError as error:
+            log.warning("link.untold", pid=self.pid, kind=type(message).__name__, why=error)
         if self.writer.transport.get_write_buffer_size() > BUFFER_BYTES_MAX:
             # A stopped worker. It gets everything again when it comes back.
             self.writer.transport.abort()
@@ -73,7 +78,7 @@ class Links:
             while True:
                 message = await wire.read(reader)
                 if isinstance(message, wire.WorkerHello):
-                    link.hello = message
+                    link.hello, link.version = message, wire.agreed(message.speaks)
                     self._by_pid[link.pid] = link
                 self._on_message(link, message)
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -61,7 +61,8 @@ class Peer:
                 if isinstance(message, wire.Greet | wire.Word):
                     writer.write(wire.encode(sealed.answer(message)))
                 else:
-                    writer.write(wire.encode(self._answer(message)))
+                    # Nobody says here what they speak, and this has not changed since the oldest.
+                    writer.write(wire.encode(self._answer(message), wire.OLDEST))
                 await asyncio.wait_for(writer.drain(), IDLE_SECONDS_MAX)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             pass

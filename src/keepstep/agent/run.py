@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from keepstep import wire
+from keepstep import __version__, wire
 from keepstep.agent import log, metrics
 from keepstep.agent.ages import Ages
-from keepstep.agent.environment import interface_of
+from keepstep.agent.environment import installed, interface_of
 from keepstep.agent.forks import Forks, preload_modules
 from keepstep.agent.health import Health
 from keepstep.agent.links import Link, Links
@@ -193,6 +193,9 @@ class Agent:
             labels=self.config.labels,
             seq_seen=self.room.seq,
             obeyed={str(name): job.generation for name, job in self.room.jobs.items()},
+            speaks=wire.VERSION,
+            release=__version__,
+            torch=installed("torch"),
         )
 
     def _urgent(self) -> bool:

@@ -78,6 +78,7 @@ class Stream:
         self._on_message = on_message
         self._secure = secure
         self._writer: asyncio.StreamWriter | None = None
+        self._version = wire.VERSION
         self._refused_since = -1.0
 
     @property
@@ -89,11 +90,18 @@ class Stream:
         writer = self._writer
         if writer is None or writer.is_closing():
             return False
-        writer.write(wire.encode(message))
+        self._write(writer, message)
         if writer.transport.get_write_buffer_size() > BUFFER_BYTES_MAX:
             log.warning("stream.clogged")
             writer.transport.abort()
         return True
+
+    def _write(self, writer: asyncio.StreamWriter, message: wire.Message) -> None:
+        try:
+            writer.write(wire.encode(message, self._version))
+        except WireError as error:
+            # An older orchestrator has no word for it, and would have nothing to do about it.
+            log.warning("stream.untold", kind=type(message).__name__, why=error)
 
     def refused(self, why: str, *, hopeless: bool) -> None:
         """This orchestrator will not talk to us. `hopeless`: nothing here depends on its doing so;
@@ -144,7 +152,7 @@ class Stream:
             _notice_silence(writer)
             await asyncio.wait_for(self._upgrade(endpoint, reader, writer), SILENT_SECONDS_MAX)
             for message in self._greeting():
-                writer.write(wire.encode(message))
+                self._write(writer, message)
             self._writer = writer
             log.info("stream.connected", host=endpoint.host, port=endpoint.port)
             while True:
@@ -180,6 +188,16 @@ class Stream:
             raise Elsewhere(leader_of(named[0]) if named else None)
         if len(status) < 2 or status[1] != "101":
             raise Unreachable(f"the orchestrator answered {' '.join(status[1:])!r}")
+        self._version = wire.offered(header(head, wire.OFFER))
+
+
+def header(head: bytes, name: str) -> str:
+    """What an answer says under this name; empty: nothing."""
+    for line in head.decode(errors="replace").split("\r\n")[1:]:
+        key, _, value = line.partition(":")
+        if key.strip().lower() == name.lower():
+            return value.strip()
+    return ""
 
 
 class Elsewhere(Unreachable):

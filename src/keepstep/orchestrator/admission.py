@@ -136,6 +136,8 @@ def why_not_agent(
             return why
     elif not hmac.compare_digest(hello.token.encode(), token.encode()):
         return "the token is not this cluster's; give the agent the orchestrator's token file"
+    if hello.speaks < wire.OLDEST:
+        return wire.why_not(hello.speaks)
     if not hello.node:
         return "a node needs a name"
     if not NODE_NAME.fullmatch(hello.node):

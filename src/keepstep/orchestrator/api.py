@@ -45,7 +45,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from keepstep import codec
+from keepstep import codec, wire
 from keepstep.errors import ConfigError, KeepstepError, WireError
 from keepstep.ledger.signing import Signer
 from keepstep.model import (
@@ -236,7 +236,8 @@ class Api:
             return error_response(
                 426, "this path is the agents' stream", f"POST with Upgrade: {PROTOCOL}"
             )
-        return Upgraded(PROTOCOL, self._orchestrator.serve_agent)
+        offer = {wire.OFFER: f"{wire.OLDEST}-{wire.VERSION}"}
+        return Upgraded(PROTOCOL, self._orchestrator.serve_agent, offer)
 
     async def _submit(self, call: Call) -> Reply:
         spec = codec.from_plain(JobSpec, call.request.json())

@@ -6,13 +6,18 @@ back and stepping again gives the same state.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep import codec
-from keepstep.errors import WireError
+from keepstep.errors import ConfigError, WireError
 from keepstep.model import TAINT_SECONDS, Generation, JobId, JobSpec, NodeId, Rank, Severity, Term
 from keepstep.wire import Health, Hello, Observed, PhaseReport, Publish, Stalled, StandbyReport
+
+VERSION = 2
+"""Of what the journal keeps: of the events and of the state in a snapshot. Raised when either gets
+what an earlier Keepstep could not read, once per release at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,18 +258,29 @@ _KINDS: dict[str, type] = {
 def to_plain(event: Event) -> dict[str, Any]:
     """An event as the journal keeps it."""
     assert type(event).__name__ in _KINDS, f"{type(event).__name__} is no event of the brain"
-    return {"kind": type(event).__name__, "body": codec.to_plain(event)}
+    return {"kind": type(event).__name__, "body": codec.to_plain(event), "v": VERSION}
 
 
 def from_plain(plain: object) -> Event:
-    """Strictly read what `to_plain` wrote."""
-    if not isinstance(plain, dict) or plain.keys() != {"kind", "body"}:
+    """Strictly read what `to_plain` wrote, in this version or an earlier one."""
+    if not isinstance(plain, dict) or plain.keys() - {"v"} != {"kind", "body"}:
         raise WireError("an event is an object with kind and body")
+    refuse_newer(plain)
     kind = _KINDS.get(plain["kind"]) if isinstance(plain["kind"], str) else None
     if kind is None:
         raise WireError(f"unknown event {plain['kind']!r}")
     event: Event = codec.from_plain(kind, plain["body"])
     return event
+
+
+def refuse_newer(plain: Mapping[str, Any]) -> None:
+    """An event or a snapshot of a later version: it may say what this one cannot understand."""
+    version = plain.get("v", 1)
+    if isinstance(version, int) and version > VERSION:
+        raise ConfigError(
+            f"the journal was written by a newer Keepstep (its version {version}; this one reads "
+            f"up to {VERSION}): install that release here, or restore a backup from before it"
+        )
 
 
 def job_of(event: Event) -> JobId | None:

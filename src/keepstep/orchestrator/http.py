@@ -92,6 +92,7 @@ class Upgraded:
 
     protocol: str
     serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 Reply = Response | Streamed | Upgraded
@@ -250,7 +251,8 @@ class HttpServer:
             case Streamed():
                 await _stream(reader, writer, reply)
             case Upgraded():
-                writer.write(_head(101, {"Upgrade": reply.protocol, "Connection": "Upgrade"}))
+                said = {"Upgrade": reply.protocol, "Connection": "Upgrade", **reply.headers}
+                writer.write(_head(101, said))
                 await reply.serve(reader, writer)
 
 

@@ -26,16 +26,16 @@ class Frames:
         self._term = term
         self._heads = heads
         self._beat_seconds = beat_seconds
-        self._known: dict[frozenset[JobId], bytes] = {}
+        self._known: dict[tuple[frozenset[JobId], int], bytes] = {}
 
-    def of(self, jobs: Iterable[JobId]) -> bytes:
-        """For an agent that has workers of these jobs."""
+    def of(self, jobs: Iterable[JobId], version: int = wire.VERSION) -> bytes:
+        """For an agent that has workers of these jobs and speaks this version of the wire."""
         wanted = frozenset(jobs)
-        frame = self._known.get(wanted)
+        frame = self._known.get((wanted, version))
         if frame is None:
             heads = {str(job): self._heads[job] for job in wanted if job in self._heads}
-            frame = wire.encode(wire.Pulse(self._term, heads, self._beat_seconds))
-            self._known[wanted] = frame
+            frame = wire.encode(wire.Pulse(self._term, heads, self._beat_seconds), version)
+            self._known[wanted, version] = frame
         return frame
 
 
@@ -56,7 +56,7 @@ async def spread(
         upto = min(len(waiting), max(at + SLICE, int(share * len(waiting))))
         now = frames()
         for stream in waiting[at:upto]:
-            stream.send(now.of(jobs_on(stream.node)))
+            stream.send(now.of(jobs_on(stream.node), stream.version))
         at = upto
         due = began + seconds * at / len(waiting)
         await asyncio.sleep(max(0.0, due - clock.monotonic()))

@@ -51,6 +51,7 @@ def read(journal: Journal) -> Replica | None:
         if loaded.entries:
             raise Permanent("the journal has entries but no first snapshot: it was damaged")
         return None
+    events.refuse_newer(loaded.snapshot)
     cluster = state.from_plain(loaded.snapshot["cluster"])
     moment = float(loaded.snapshot["now"])
     replica = Replica(cluster, moment, loaded.at_seq, loaded.at_seq)

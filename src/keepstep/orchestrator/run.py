@@ -51,6 +51,7 @@ from keepstep.orchestrator.liveness import (
     quiet_nodes,
 )
 from keepstep.orchestrator.pulses import Frames, spread
+from keepstep.orchestrator.replaying import keeping, snapshot_due, snapshot_of
 from keepstep.orchestrator.stepped import (
     Stepped,
     Told,
@@ -62,7 +63,7 @@ from keepstep.orchestrator.stepped import (
     with_its_age,
 )
 from keepstep.orchestrator.stepping_down import hears_nobody
-from keepstep.orchestrator.streams import AgentStream, listen, refuse
+from keepstep.orchestrator.streams import AgentStream, addressed, listen, refuse
 
 REREADS_MAX = 100
 """Steps that may fail in one term, each answered by reading the journal again, before we leave."""
@@ -85,11 +86,8 @@ class Orchestrator:
         log: Log,
         begun: replica.Begun | None = None,
     ) -> None:
-        self._journal = journal
-        self._config = config
-        self._clock = clock
-        self._token = token
-        self._log = log
+        self._journal, self._config, self._clock = journal, config, clock
+        self._token, self._log = token, log
         self._inbox: asyncio.Queue[Waiting] = asyncio.Queue(config.inbox_events_max)
         self._streams: dict[NodeId, AgentStream] = {}
         self._boots: dict[NodeId, str] = {}
@@ -168,10 +166,18 @@ class Orchestrator:
 
     def picture(self) -> dict[str, Any]:
         """The cluster for people: the brain's own view, and what only heartbeats know."""
-        plain = view.describe(self.cluster, self.now(), self._alive.heartbeats.values())
-        plain |= {"term": self.term, "now": self.now(), "connected": sorted(self._streams)}
+        now = self.now()
+        plain = view.describe(self.cluster, now, self._alive.heartbeats.values())
+        plain |= {"term": self.term, "now": now, "connected": sorted(self._streams)}
+        plain["agents"] = {node: self._streams[node].about for node in plain["connected"]}
         plain["pulses"] = [codec.to_plain(beat) for beat in self._alive.heartbeats.values()]
         return plain
+
+    def keeping(self) -> dict[str, Any]:
+        """How the journal fares, as its writer sees it."""
+        silent = self._clock.monotonic() - self._written_at
+        told = keeping(self._standing, silent, self._snapshot_seq)
+        return {"away": self._away, **told}
 
     # ---------------------------------------------------------------- restore
 
@@ -216,8 +222,7 @@ class Orchestrator:
             except Deposed as error:
                 self._log("term.deposed", term=self.term, why=str(error))
                 for item in waiting:
-                    if item.decided is not None and not item.decided.done():
-                        item.decided.set_exception(error)
+                    item.fail(error)
                 raise
             # A long queue must not starve the streams' readers: let them run between batches.
             await asyncio.sleep(0)
@@ -300,8 +305,7 @@ class Orchestrator:
         taken from the journal, where every step is whole."""
         trace = traceback.format_exc()
         self._log("step.failed", kind=type(item.event).__name__, why=repr(error), trace=trace)
-        if item.decided is not None and not item.decided.done():
-            item.decided.set_exception(Permanent(f"a bug of the orchestrator's: {error!r}"))
+        item.fail(Permanent(f"a bug of the orchestrator's: {error!r}"))
         self._rereads += 1
         if self._rereads > REREADS_MAX:
             raise Permanent(f"{REREADS_MAX} steps failed in this term: {error!r}") from error
@@ -319,8 +323,7 @@ class Orchestrator:
                 # On disk, and not told to anybody: the worst moment for a leader to die.
                 failpoint.reach(f"orchestrator-{phase}")
             self._send(done.decision)
-            if done.waiting.decided is not None and not done.waiting.decided.done():
-                done.waiting.decided.set_result(done.decision)
+            done.waiting.settle(done.decision)
         self._tell([done for done in steps if to_be_kept(done.decision)])
 
     def _wrote(self, standing: Standing) -> None:
@@ -339,13 +342,12 @@ class Orchestrator:
 
     def _send(self, decision: brain.Decision) -> None:
         for order in decision.orders:
-            for node, frame in wire.frames(dataclasses.replace(order, seq=self._standing.seq)):
-                # A node without a stream is told when it says Hello.
-                if stream := self._streams.get(node):
-                    stream.send(frame)
+            numbered = dataclasses.replace(order, seq=self._standing.seq)
+            for stream, frame in addressed(numbered, self._streams):
+                stream.send(frame)
         for node, answer in decision.answers:
-            if stream := self._streams.get(node):
-                stream.send(wire.encode(answer))
+            if found := self._streams.get(node):
+                found.say(answer)
 
     def _tell(self, steps: list[Stepped]) -> None:
         records = records_of(self._standing.seq, steps)
@@ -355,11 +357,8 @@ class Orchestrator:
 
     def _snapshot_if_due(self) -> None:
         grown = self._standing.seq - self._snapshot_seq
-        due = max(self._config.snapshot_entries, len(self.cluster.nodes))
-        # Not in the middle of a recovery, where every millisecond counts, unless long overdue.
-        if grown < due or (grown < 4 * due and brain.due(self.cluster) is not None):
-            return
-        if self._clock.monotonic() < self._snapshot_again_at:
+        due = snapshot_due(self.cluster, grown, self._config.snapshot_entries)
+        if not due or self._clock.monotonic() < self._snapshot_again_at:
             return
         try:
             self._write_snapshot(self.cluster, self._standing.seq, self.now())
@@ -369,7 +368,7 @@ class Orchestrator:
             self._log("journal.snapshot_failed", why=str(error))
 
     def _write_snapshot(self, cluster: state.Cluster, seq: int, now: float) -> None:
-        plain = {"cluster": state.to_plain(cluster), "now": now}
+        plain = snapshot_of(cluster, now)
         self._wrote(self._journal.snapshot(self.term, self._standing.head, plain, seq))
         self._snapshot_seq = seq
         self._log("journal.snapshot", seq=seq)
@@ -478,14 +477,15 @@ class Orchestrator:
             return
         # The token is checked and forgotten: it must not reach the journal.
         hello = dataclasses.replace(hello, token="")
-        limit = self._config.outbox_bytes_max
-        stream = AgentStream(hello.node, writer, self._beats, outbox_bytes_max=limit)
+        limit, version = self._config.outbox_bytes_max, wire.agreed(hello.speaks)
+        stream = AgentStream(hello.node, writer, self._beats, limit, version)
+        stream.about |= {"release": hello.release, "torch": hello.torch}
         if old := self._streams.get(hello.node):
             old.drop("replaced by a newer connection")
         self._streams[hello.node], self._boots[hello.node] = stream, hello.boot
         self._heard(hello.node)
         self._log("agent.connected", node=hello.node, workers=len(hello.workers))
-        stream.send(self._frames().of(fact.job for fact in hello.workers))
+        stream.send(self._frames().of({fact.job for fact in hello.workers}, stream.version))
         if gap := reconcile.gap(self.cluster, self.term, self._standing.seq, hello):
             await self._inbox.put(Waiting(gap))
         await self._inbox.put(Waiting(hello))

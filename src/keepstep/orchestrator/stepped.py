@@ -32,6 +32,14 @@ class Waiting:
     heard_at: float = -1.0
     """Of a message: when it came in, on our monotonic clock. -1: it is no message."""
 
+    def settle(self, decision: brain.Decision) -> None:
+        if self.decided is not None and not self.decided.done():
+            self.decided.set_result(decision)
+
+    def fail(self, error: Exception) -> None:
+        if self.decided is not None and not self.decided.done():
+            self.decided.set_exception(error)
+
 
 @dataclass(slots=True)
 class Stepped:

@@ -11,8 +11,10 @@ once, and only the rest waits for whoever asks for messages().
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from time import monotonic
 
 from keepstep import wire
@@ -80,12 +82,16 @@ class AgentStream:
         node: NodeId,
         writer: asyncio.StreamWriter,
         on_beat: Callable[[AgentStream, wire.Heartbeat], None],
-        *,
         outbox_bytes_max: int,
+        version: int = wire.VERSION,
     ) -> None:
         self.node = node
         assert isinstance(writer.transport, asyncio.Transport), "a connection goes both ways"
         self.transport = writer.transport
+        self.version = version
+        """Of the wire, as both sides speak it."""
+        self.about: dict[str, str | int] = {"wire": version}
+        """What is installed on the node, for people."""
         self.dropped = ""
         """Why we closed it ourselves; empty if the other side did."""
         self._on_beat = on_beat
@@ -112,6 +118,11 @@ class AgentStream:
             self.drop(f"{waiting} bytes behind")
             return
         self.transport.write(frame)
+
+    def say(self, message: wire.Message) -> None:
+        """Send one message, if there is a word for it in what this agent speaks."""
+        with contextlib.suppress(WireError):
+            self.send(wire.encode(message, self.version))
 
     def drop(self, why: str) -> None:
         self.dropped = self.dropped or why
@@ -171,7 +182,27 @@ async def listen(
     await line.listen(stream, reader)
 
 
+def addressed(
+    order: wire.Order, streams: Mapping[NodeId, AgentStream]
+) -> Iterator[tuple[AgentStream, bytes]]:
+    """An order for each of its nodes that has a stream, as that one reads it.
+
+    A node that has none is told when it says Hello. One whose version has no word for the order is
+    not told at all: the phase's budget finds it.
+    """
+    there = [streams[node] for node in order.nodes if node in streams]
+    for version in {stream.version for stream in there}:
+        nodes = tuple(stream.node for stream in there if stream.version == version)
+        try:
+            for node, frame in wire.frames(replace(order, nodes=nodes), version):
+                yield streams[node], frame
+        except WireError:
+            if version == wire.VERSION:
+                raise
+
+
 async def refuse(writer: asyncio.StreamWriter, why: str) -> None:
-    writer.write(wire.encode(wire.Refused(why)))
+    # Whoever it is, it reads the oldest version, or nothing.
+    writer.write(wire.encode(wire.Refused(why), wire.OLDEST))
     async with asyncio.timeout(1.0):
         await writer.drain()

@@ -39,7 +39,9 @@ class _Line:
         self._peer, self._decoder = peer, wire.Decoder()
 
     def ask(self, message: wire.Message) -> wire.Message:
-        self._peer.sendall(wire.encode(message))
+        # In the oldest version if it was spoken then: the other node may not be upgraded yet.
+        old = isinstance(message, wire.FetchEntry)
+        self._peer.sendall(wire.encode(message, wire.OLDEST if old else wire.VERSION))
         while True:
             data = self._peer.recv(1 << 20)
             if not data:

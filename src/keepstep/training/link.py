@@ -18,6 +18,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from keepstep import wire
 from keepstep.errors import WireError
@@ -123,7 +124,7 @@ class Link:
             connection.close()
             return None
         connection.setblocking(False)
-        hello = wire.encode(self._hello())
+        hello = wire.encode(replace(self._hello(), speaks=wire.VERSION))
         with self._lock:
             self._socket = connection
             self._unsent = bytearray(hello)

@@ -1,0 +1,51 @@
+"""From what a journal holds to the state that it implies. Pure.
+
+A journal is read by the version that wrote it and by every later one: each event and each snapshot
+says by its `v` which version that was (none: the first), what it lacks has a default, and samples
+of every version are replayed by the tests for ever. An earlier one does not read it, because it
+would not know what it misses: it is told so in a sentence. So the way back from an upgrade is a
+backup that was made before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keepstep.orchestrator import brain, events, state
+from keepstep.orchestrator.journal import Loaded, Standing
+
+
+def snapshot_of(cluster: state.Cluster, now: float) -> dict[str, Any]:
+    """A state as a journal keeps it."""
+    return {"cluster": state.to_plain(cluster), "now": now, "v": events.VERSION}
+
+
+def snapshot_due(cluster: state.Cluster, grown: int, entries: int) -> bool:
+    """Whether the journal has grown by enough for a snapshot; a large state takes longer to write.
+
+    Not in the middle of a recovery, where every millisecond counts, unless long overdue.
+    """
+    due = max(entries, len(cluster.nodes))
+    return grown >= due and (grown >= 4 * due or brain.due(cluster) is None)
+
+
+def keeping(standing: Standing, silent_seconds: float, snapshot_seq: int) -> dict[str, Any]:
+    """How a journal fares, for people."""
+    return {
+        "written_seconds_ago": round(silent_seconds, 3),
+        "seq": standing.seq,
+        "snapshot_seq": snapshot_seq,
+        "term": standing.term,
+        "lease_seconds": standing.lease_seconds,
+    }
+
+
+def replayed(loaded: Loaded) -> tuple[state.Cluster, float]:
+    """The state after the newest entry, and that entry's moment. There is a snapshot."""
+    events.refuse_newer(loaded.snapshot)
+    cluster = state.from_plain(loaded.snapshot["cluster"])
+    moment = float(loaded.snapshot["now"])
+    for body in loaded.entries:
+        moment = float(body["now"])
+        cluster = brain.step(cluster, events.from_plain(body["event"]), moment).cluster
+    return cluster, moment
