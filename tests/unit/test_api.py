@@ -345,6 +345,27 @@ async def test_what_is_not_in_the_document_is_not_served(server: Server):
 
 
 @in_a_server
+async def test_an_orchestrator_is_ready_while_its_journal_is_there(server: Server):
+    assert await server.ask("GET", "/readyz", token="") == (200, {"ready": True, "term": 1})
+    server.orchestrator._away = True
+    status, answer = await server.ask("GET", "/readyz", token="")
+    assert (status, answer["error"]) == (503, "its journal is away")
+    # It serves all the same: nobody is to kill it, which would help nobody.
+    assert (await server.ask("GET", "/healthz", token=""))[0] == 200
+
+
+@in_a_server
+async def test_an_orchestrator_says_of_itself_what_the_doctor_asks(server: Server):
+    _, own = await server.ask("GET", "/v1/orchestrator")
+    assert own["journal"]["kind"] == "sqlite"
+    assert own["journal"]["bytes"] > 0
+    assert own["journal"]["free_bytes"] > 0
+    assert own["journal"]["seq"] >= own["journal"]["snapshot_seq"]
+    assert 0 < own["files"]["open"] <= own["files"]["limit"]
+    assert own["wire"] == [wire.OLDEST, wire.VERSION]
+
+
+@in_a_server
 async def test_everything_but_what_the_document_leaves_open_needs_the_token(server: Server):
     for method, path in documented():
         is_open = DOCUMENT["paths"][path][method.lower()].get("security") == []

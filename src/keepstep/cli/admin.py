@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 
 from keepstep import codec, policy_file
-from keepstep.cli import certs, common_options, handover, policy_view, tokens
+from keepstep.cli import backup, certs, common_options, doctor, handover, policy_view, tokens
 from keepstep.cli.client import from_environment
 from keepstep.cli.show import only_job, painter, show
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     admin = commands.add_parser(
-        "admin", help="policies, certificates, tokens, signed exports, keys, terms"
+        "admin", help="doctor, backups, policies, certificates, tokens, signed exports"
     )
     groups = admin.add_subparsers(title="groups", metavar="GROUP", required=True)
     certs.add(groups)
@@ -40,6 +40,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     common_options(check)
     check.set_defaults(run=run_check)
     handover.add(groups)
+    doctor.add(groups)
+    backup.add(groups)
 
 
 def run_show(asked: argparse.Namespace) -> int:

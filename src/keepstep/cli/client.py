@@ -110,6 +110,14 @@ class Client:
     def health(self) -> dict[str, Any]:
         return self._object("GET", "/healthz")
 
+    def ready(self) -> dict[str, Any]:
+        """Raises Refusal with status 503 while the journal is away."""
+        return self._object("GET", "/readyz")
+
+    def orchestrator(self) -> dict[str, Any]:
+        """What it says of itself."""
+        return self._object("GET", "/v1/orchestrator")
+
     def journal(self, job: str) -> Iterator[str]:
         """The job's chain, line by line."""
         path = f"/v1/jobs/{quote(job, safe='')}/journal"

@@ -142,6 +142,7 @@ class Sight:
             "paces": {name: pace for name, pace in plain["paces"].items() if self.job(name)},
             "self_doubt": self.cleaned(plain["self_doubt"]),
             "connected": [name for name in plain["connected"] if name in seen],
+            "agents": {name: agent for name, agent in plain["agents"].items() if name in seen},
             "pulses": [
                 {**pulse, "jobs": [p for p in pulse["jobs"] if self.job(p["job"])]}
                 for pulse in plain["pulses"]

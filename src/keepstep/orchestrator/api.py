@@ -23,14 +23,15 @@
     POST /v1/webhooks/alertmanager alerts that mean taints, by the mapping of alerts.py
     GET  /v1/events                server-sent events: each decision and its reason
     GET  /v1/openapi.json          all this for programs; the same as docs/openapi.json
-    GET  /healthz                  no token needed
+    GET  /v1/orchestrator          what it says of itself: release, journal, files, clock
+    GET  /healthz, GET /readyz     whether it serves; leads, with its journal: no token needed
     GET  /metrics                  everything in numbers, for Prometheus
     GET  /v1/board                 what the live page shows; the page asks for the token
     GET  /                         the live page itself, with its files, which hold no data:
     GET  /page/page.css            GET /page/page.js   GET /page/map.js   GET /page/icon.svg
 
-Everything but /healthz, the page's files and the agents' stream (whose Hello carries the token)
-needs `Authorization: Bearer <token>`. Errors are {"error": what is wrong, "fix": what to do}.
+Everything but /healthz, /readyz, the page's files and the agents' stream (whose Hello carries the
+token) needs `Authorization: Bearer <token>`. Errors are {"error": what is wrong, "fix": what to do}.
 
 The POSTs that migrate, drain, undrain, taint, remove, freeze and unfreeze take `"dry_run": true`
 (what would happen is told, and does not) and a header `Idempotency-Key` (the same key again changes
@@ -66,6 +67,7 @@ from keepstep.orchestrator import (
     events,
     forecast,
     openapi,
+    own,
     state,
     telling,
     view,
@@ -118,6 +120,7 @@ class Api:
         self._log = log
         self._signer = signer
         self.watching = watching.Watching(orchestrator)
+        self.own = own.Own(orchestrator, journal)
 
     async def handle(self, request: Request) -> Reply:
         served = served_at(ROUTES, request.path)
@@ -160,12 +163,6 @@ class Api:
         return Sight(call.caller.project, {name: job.spec.project for name, job in jobs.items()})
 
     # ---------------------------------------------------------------- reading
-
-    async def _healthz(self, _: Call) -> Reply:
-        status = "cut off" if self._orchestrator.cut_off else "leading"
-        leader = self._orchestrator.endpoint or None
-        health = {"status": status, "term": self._orchestrator.term, "leader": leader}
-        return json_response(health)
 
     async def _openapi(self, _: Call) -> Reply:
         return json_response(openapi.document(ROUTES))
@@ -358,7 +355,7 @@ _NODE = Field((str,), "the node's name", required=True)
 _SLOT = Field((int,), "one of its slots; without it the whole node")
 
 ROUTES: tuple[Route, ...] = (
-    Route("GET", "/healthz", Api._healthz, "Whether this orchestrator leads", "Health", open=True),
+    *own.ROUTES,
     Route(
         "POST",
         "/v1/agent",

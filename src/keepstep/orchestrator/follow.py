@@ -22,7 +22,7 @@ from urllib.parse import quote, urlencode
 from keepstep.errors import KeepstepError, Transient
 from keepstep.model import Term
 from keepstep.orchestrator import replica
-from keepstep.orchestrator.http import Reply, Request, Response, json_response
+from keepstep.orchestrator.http import Reply, Request, Response, error_response, json_response
 from keepstep.orchestrator.journal import Look, SharedJournal
 from keepstep.orchestrator.run import Log
 
@@ -122,6 +122,10 @@ class Follower:
         if request.path == "/healthz" and request.method == "GET":
             term = seen.term if seen is not None else 0
             return json_response({"status": "following", "term": term, "leader": leader or None})
+        if request.path == "/readyz" and request.method == "GET":
+            # No redirect: a probe would follow it, and find us ready.
+            fix = f"ask {leader}" if leader else "wait for a takeover"
+            return error_response(503, "this orchestrator follows", fix)
         return elsewhere(leader, self._away, request)
 
 

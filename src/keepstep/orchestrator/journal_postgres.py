@@ -356,6 +356,15 @@ class PostgresJournal:
 
     # ---------------------------------------------------------------- reading
 
+    def size(self) -> tuple[int | None, None]:
+        """Bytes that the database has; None while it is away. Its disk is not ours to see."""
+        try:
+            with self._session(BRIEF_SECONDS_MAX) as connection:
+                found = connection.execute("SELECT pg_database_size(current_database())").fetchone()
+        except Transient:
+            return None, None
+        return (int(found[0]) if found else None), None
+
     def load(self) -> Loaded:
         with self._session(CALL_SECONDS_MAX) as connection:
             for at_seq, link, body, said in connection.execute(

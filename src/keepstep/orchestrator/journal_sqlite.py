@@ -6,6 +6,7 @@ dead or deposed.
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -66,6 +67,7 @@ class SqliteJournal:
     def __init__(self, path: Path, *, synchronous: str = "full") -> None:
         assert synchronous in ("full", "normal"), synchronous
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._connection = sqlite3.connect(path, isolation_level=None, timeout=10.0)
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.execute(f"PRAGMA synchronous={synchronous}")
@@ -137,6 +139,16 @@ class SqliteJournal:
                 return
             for number, hash_, body in rows:
                 yield Link(number, hash_, body)
+
+    def standing(self) -> tuple[int, int]:
+        """The newest term and the newest entry's seq, without taking over."""
+        return self._term_and_seq()
+
+    def size(self) -> tuple[int, int]:
+        """Bytes that the file has, and bytes that its disk has left."""
+        (pages,) = self._connection.execute("PRAGMA page_count").fetchone()
+        (page_bytes,) = self._connection.execute("PRAGMA page_size").fetchone()
+        return pages * page_bytes, shutil.disk_usage(self._path.parent).free
 
     def close(self) -> None:
         self._connection.close()

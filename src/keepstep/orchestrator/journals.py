@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from keepstep.config import OrchestratorConfig
 from keepstep.errors import ConfigError
@@ -23,7 +24,7 @@ def open_journal(where: str, config: OrchestratorConfig) -> Journal:
 
     A place that is refused is not quoted: it may hold a password.
     """
-    if re.match(_DATABASE, where):
+    if is_database(where):
         return PostgresJournal(
             where, holder=config.journal_holder, lease_seconds=config.lease_seconds
         )
@@ -42,6 +43,21 @@ def open_journal(where: str, config: OrchestratorConfig) -> Journal:
             "as `journal` of the section [orchestrator]"
         )
     return SqliteJournal(Path(where), synchronous=config.journal_synchronous)
+
+
+def is_database(where: str) -> bool:
+    return re.match(_DATABASE, where) is not None
+
+
+def measured(journal: Journal) -> dict[str, Any]:
+    """What kind of store it is, how large it has grown, and what is left; null: nobody knows."""
+    match journal:
+        case SqliteJournal() | PostgresJournal():
+            size, free = journal.size()
+        case _:
+            size, free = None, None
+    kind = "postgresql" if isinstance(journal, PostgresJournal) else "sqlite"
+    return {"kind": kind, "bytes": size, "free_bytes": free}
 
 
 def refuse_password(where: str) -> None:

@@ -296,6 +296,8 @@ def _answers() -> dict[str, Schema]:
     return {
         "Error": _record({"error": STRING, "fix": STRING}),
         "Health": _record({"status": leads, "term": INTEGER, "leader": _or_null(STRING)}),
+        "Ready": _record({"ready": {"const": True}, "term": INTEGER}),
+        "Own": _own(),
         "OpenApi": {"type": "object"},
         "Cluster": _record(
             {
@@ -310,6 +312,7 @@ def _answers() -> dict[str, Schema]:
                 "frozen": _or_null(_record({"why": STRING, "since": NUMBER})),
                 "self_doubt": _or_null(_record({"why": STRING, "since": NUMBER})),
                 "connected": _list(STRING),
+                "agents": _map(_record({"wire": INTEGER, "release": STRING, "torch": STRING})),
                 "pulses": _list(schema_of(wire.Heartbeat, asked=False)),
                 "paces": _map(schema_of(shown.Pace, asked=False)),
             }
@@ -404,6 +407,31 @@ def _migration() -> Schema:
     )
 
 
+def _own() -> Schema:
+    journal = {
+        "kind": {"enum": ["sqlite", "postgresql"]},
+        "away": BOOLEAN | {"description": "The last attempt to write failed."},
+        "written_seconds_ago": NUMBER,
+        "term": INTEGER,
+        "lease_seconds": NUMBER,
+        "seq": INTEGER,
+        "snapshot_seq": INTEGER,
+        "bytes": _or_null(INTEGER),
+        "free_bytes": _or_null(INTEGER) | {"description": "What is left on its disk."},
+    }
+    return _record(
+        {
+            "release": STRING,
+            "python": STRING,
+            "wire": _list(INTEGER) | {"description": "The oldest version spoken, the newest."},
+            "journal_version": INTEGER,
+            "clock": NUMBER | {"description": "Of its machine, for people: used by nobody."},
+            "files": _record({"limit": INTEGER, "open": INTEGER}),
+            "journal": _record(journal),
+        }
+    )
+
+
 def _node() -> Schema:
     use = {
         "slot": INTEGER,
@@ -420,6 +448,8 @@ def _node() -> Schema:
             "left": BOOLEAN | {"description": "Not alive, but in good order: no fault."},
             "linked": BOOLEAN,
             "address": STRING,
+            "peer_port": INTEGER,
+            "store_port": INTEGER,
             "boot": STRING,
             "slots": INTEGER,
             "free": INTEGER,

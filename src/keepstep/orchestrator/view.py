@@ -209,6 +209,8 @@ def node_view(cluster: Cluster, state: NodeState) -> dict[str, Any]:
         "left": state.left,
         "linked": state.linked,
         "address": state.address,
+        "peer_port": state.peer_port,
+        "store_port": state.store_port,
         "boot": state.boot,
         "slots": state.slots,
         "free": state.slots - len(state.uses) if state.alive else 0,

@@ -1,0 +1,129 @@
+"""A copy of a journal that is a file, made while it is written, and the way back.
+
+    copy     read by SQLite's online backup, checked link by link, then renamed into place
+    put_back checked first; refused while a process has the journal open; the old file is kept
+
+A database is its administrator's to copy: pg_dump, or base backups with point-in-time recovery. A
+journal that was put back is behind what agents have done since; the leader finds that out from what
+they say they have obeyed, and journals the gap (docs/operating.md).
+
+It must never leave half a journal in the place of a whole one, and never delete one.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.errors import ConfigError, Permanent
+from keepstep.orchestrator.journal import CLUSTER, verify
+from keepstep.orchestrator.journal_sqlite import SqliteJournal
+from keepstep.orchestrator.replaying import replayed
+
+PAGES_AT_ONCE = 1000
+"""Of 4 KiB: between two portions a writer may go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copy holds."""
+
+    path: Path
+    term: int
+    entries: int
+    head: str
+    """Of the cluster chain: whoever kept an earlier export can compare."""
+    jobs: int
+
+
+def copy(journal: Path, target: Path) -> Copied:
+    """Copy a journal, which may be in use, to a new file, and check the copy."""
+    if not journal.is_file():
+        raise ConfigError(f"there is no journal at {journal}; give --journal FILE")
+    if target.exists():
+        raise ConfigError(f"{target} is there already; give a name that is not")
+    fresh = target.with_name(target.name + ".new")
+    fresh.unlink(missing_ok=True)
+    try:
+        with (
+            closing(sqlite3.connect(f"{journal.resolve().as_uri()}?mode=ro", uri=True)) as source,
+            closing(sqlite3.connect(fresh)) as copied,
+        ):
+            source.backup(copied, pages=PAGES_AT_ONCE, sleep=0.01)
+        found = check(fresh)
+        fresh.replace(target)
+    except sqlite3.Error as error:
+        raise ConfigError(f"{journal} could not be copied: {error}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    return Copied(target, found.term, found.entries, found.head, found.jobs)
+
+
+def put_back(backup: Path, journal: Path) -> tuple[Copied, Path | None]:
+    """Make a backup the journal. What was there is moved aside; where to is told."""
+    if not backup.is_file():
+        raise ConfigError(f"there is no backup at {backup}")
+    fresh = journal.with_name(journal.name + ".new")
+    fresh.unlink(missing_ok=True)
+    try:
+        with (
+            closing(sqlite3.connect(f"{backup.resolve().as_uri()}?mode=ro", uri=True)) as source,
+            closing(sqlite3.connect(fresh)) as copied,
+        ):
+            source.backup(copied)
+        found = check(fresh)
+        aside = _set_aside(journal) if journal.exists() else None
+        fresh.replace(journal)
+    except sqlite3.Error as error:
+        raise ConfigError(f"{backup} could not be read: {error}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    return Copied(journal, found.term, found.entries, found.head, found.jobs), aside
+
+
+def check(path: Path) -> Copied:
+    """Walk all chains of a journal's file and replay it; Permanent or ConfigError if it is bad."""
+    try:
+        journal = SqliteJournal(path)
+    except sqlite3.DatabaseError as error:
+        raise Permanent(f"{path} is no journal: {error}") from error
+    try:
+        heads = verify(journal)
+        loaded = journal.load()
+        if loaded.snapshot is None:
+            raise Permanent(f"{path} has no snapshot that its chain vouches for")
+        replayed(loaded)
+        term, entries = journal.standing()
+    except sqlite3.DatabaseError as error:
+        raise Permanent(f"{path} is damaged: {error}") from error
+    finally:
+        journal.close()
+    return Copied(path, term, entries, heads[CLUSTER], len(heads) - 1)
+
+
+def _set_aside(journal: Path) -> Path:
+    """Move a journal that nobody uses out of the way."""
+    try:
+        with closing(sqlite3.connect(journal, timeout=0.0)) as connection:
+            # Leaving WAL mode needs the file for oneself: whoever has it open keeps us from it.
+            # And it folds the write-ahead log in, so that one file is all that has to be moved.
+            (mode,) = connection.execute("PRAGMA journal_mode=DELETE").fetchone()
+    except sqlite3.OperationalError as error:
+        mode = str(error)
+    except sqlite3.DatabaseError:
+        mode = "delete"  # Damaged, which may be why there is a restore: aside with it.
+    if mode != "delete":
+        raise ConfigError(
+            f"{journal} is in use ({mode}): stop the orchestrator first; its workers train on"
+        )
+    number = 1
+    while (aside := journal.with_name(f"{journal.name}.replaced-{number}")).exists():
+        number += 1
+    journal.replace(aside)
+    for beside in ("-wal", "-shm"):
+        left = journal.with_name(journal.name + beside)
+        if left.exists():
+            left.replace(aside.with_name(aside.name + beside))
+    return aside

@@ -1,0 +1,215 @@
+"""The doctor: what will hurt is found, with its fix, and a healthy cluster gets no blame."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.cli import doctor, main
+from keepstep.cli.findings import (
+    DAY,
+    GIB,
+    Certificate,
+    Facts,
+    Finding,
+    Level,
+    Reached,
+    judge,
+    worst,
+)
+from keepstep.cli.fit import fit
+
+NOW = 1_800_000_000.0
+JOB: dict[str, Any] = {
+    "over": False,
+    "state": "running",
+    "mode": "act",
+    "detail": "",
+    "remedies": [],
+    "uncovered": [],
+    "spares": {"wanted": 1, "ready": 1},
+}
+NODE = {
+    "alive": True,
+    "left": False,
+    "linked": True,
+    "address": "127.0.0.1",
+    "peer_port": 1,
+    "store_port": 2,
+}
+ABOUT = {"wire": 2, "release": "0.1.0", "torch": "2.13.0"}
+OWN: dict[str, Any] = {
+    "release": "0.1.0",
+    "clock": NOW + 0.1,
+    "files": {"limit": 20_000, "open": 30},
+    "journal": {
+        "kind": "postgresql",
+        "away": False,
+        "written_seconds_ago": 0.5,
+        "term": 3,
+        "lease_seconds": 10.0,
+        "seq": 1200,
+        "snapshot_seq": 1000,
+        "bytes": GIB,
+        "free_bytes": 50 * GIB,
+    },
+}
+WELL = Facts(
+    now=NOW,
+    release="0.1.0",
+    endpoints=(Reached("http://o:1", status="leading", ready=True),),
+    token_mode=0o600,
+    certificates=(Certificate("tls.crt", NOW + 60 * DAY),),
+    picture={
+        "frozen": None,
+        "nodes": {"n0": dict(NODE), "n1": dict(NODE)},
+        "agents": {"n0": dict(ABOUT), "n1": dict(ABOUT)},
+        "jobs": {"train": JOB},
+    },
+    own=OWN,
+    ports={"n0 peer 127.0.0.1:1": ""},
+)
+
+
+def but(path: str, value: object, facts: Facts = WELL) -> Facts:
+    """The same facts, one of them changed: "own.journal.away"."""
+    first, *rest = path.split(".")
+    if not rest:
+        return replace(facts, **{first: value})
+    whole = copy.deepcopy(getattr(facts, first))
+    inner = whole
+    for name in rest[:-1]:
+        inner = inner[name]
+    inner[rest[-1]] = value
+    return replace(facts, **{first: whole})
+
+
+def trouble(facts: Facts) -> list[Finding]:
+    return [finding for finding in judge(facts) if finding.level is not Level.OK]
+
+
+def test_a_healthy_cluster_gets_no_blame():
+    assert trouble(WELL) == []
+    assert worst(judge(WELL)) is Level.OK
+    assert {finding.about for finding in judge(WELL)} == {
+        *("orchestrator", "token", "certificate", "clock", "version"),
+        *("journal", "disk", "files", "nodes", "ports", "job train"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "level", "words"),
+    [
+        ("endpoints", (Reached("u", "refused"),), "fail", "does not answer"),
+        ("endpoints", (Reached("u", status="leading"),), "fail", "journal is away"),
+        ("endpoints", (Reached("u", status="following", ready=True),), "fail", "nobody leads"),
+        ("refused", "no token, or a wrong one", "fail", "refused"),
+        ("token_mode", 0o644, "warn", "may read its file"),
+        ("certificates", (Certificate("c", NOW - DAY),), "fail", "has expired 1.0 days ago"),
+        ("certificates", (Certificate("c", NOW + DAY),), "warn", "expires in 1 days"),
+        ("certificates", (Certificate("c", problem="gone"),), "fail", "gone"),
+        ("own.clock", NOW - 60, "warn", "differs by 60.0 s"),
+        ("own.release", "0.2.0", "warn", "this command is 0.1.0, the orchestrator 0.2.0"),
+        ("picture.agents.n1.wire", 1, "warn", "speak version 1 of the wire"),
+        ("picture.agents.n1.release", "0.2.0", "warn", "release differs: 0.1.0: n0; 0.2.0: n1"),
+        ("picture.agents.n1.torch", "2.14.0", "warn", "torch differs"),
+        ("own.journal.away", True, "fail", "cannot be written"),
+        ("own.journal.written_seconds_ago", 11.0, "fail", "was not renewed for 11 s"),
+        ("own.journal.seq", 90_000, "warn", "since the last snapshot"),
+        ("own.journal.free_bytes", GIB // 2, "warn", "0.5 GiB left"),
+        ("own.journal.free_bytes", GIB // 100, "fail", "0.0 GiB left"),
+        ("own.files.limit", 100, "warn", "30 of 100 open"),
+        ("picture.frozen", {"why": "maintenance", "since": 0}, "warn", "maintenance"),
+        ("picture.nodes.n1.alive", False, "warn", "lost: n1"),
+        ("picture.nodes.n1.linked", False, "warn", "without an agent: n1"),
+        ("ports", {"n0 peer h:1": "timed out"}, "fail", "n0 peer h:1: timed out"),
+        ("picture.jobs.train.spares", {"wanted": 0, "ready": 0}, "warn", "keeps no spare"),
+        ("picture.jobs.train.spares", {"wanted": 2, "ready": 1}, "warn", "1 of 2 spares"),
+        ("picture.jobs.train.state", "held", "warn", "held"),
+        ("picture.jobs.train.uncovered", ["0"], "warn", "have one home"),
+    ],
+)
+def test_what_hurts_is_found_and_has_a_fix(path: str, value: object, level: str, words: str):
+    found = trouble(but(path, value))
+    assert [str(finding.level) for finding in found if words in finding.says] == [level], found
+    assert len(found) == 1
+    assert found[0].fix
+
+
+def test_a_lost_node_that_left_in_good_order_is_no_trouble():
+    facts = but("picture.nodes.n1.left", True, but("picture.nodes.n1.alive", False))
+    assert trouble(facts) == []
+
+
+def test_with_no_orchestrator_there_is_still_an_answer():
+    facts = Facts(NOW, "0.1.0", (Reached("http://o:1", "connection refused"),))
+    found = judge(facts)
+    assert worst(found) is Level.FAIL
+    assert all(finding.fix for finding in found)
+
+
+def test_a_clock_is_blamed_for_no_more_than_is_known():
+    slow = but("asked_seconds", 8.0, but("own.clock", NOW + 9))
+    assert trouble(slow) == []
+
+
+def test_each_finding_fits_the_screen_with_its_fix_below():
+    told = fit(doctor.lines(judge(but("own.journal.away", True)), lambda text, tone: text), 80)
+    assert max(map(len, told)) <= 80
+    (at,) = [i for i, line in enumerate(told) if "cannot be written" in line]
+    assert told[at + 1].startswith("      fix: ")
+    assert told[-1] == "12 ok, 0 warn, 1 fail"
+
+
+def test_ports_are_tried_and_the_closed_one_says_why():
+    with socket.create_server(("127.0.0.1", 0)) as open_door, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        node = {**NODE, "peer_port": open_door.getsockname()[1]}
+        node["store_port"] = closed.getsockname()[1]
+        found, left_out = doctor._knock({"n0": node, "lost": {**NODE, "alive": False}})
+    assert left_out == 0
+    assert [bool(why) for why in found.values()] == [False, True]
+
+
+def test_a_certificate_says_when_it_expires(tmp_path: Path):
+    path = tmp_path / "tls.crt"
+    made = subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "10", "-subj", "/CN=x"),
+            *("-keyout", str(tmp_path / "k"), "-out", str(path)),
+        ],
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip("openssl is not installed here")
+    left = doctor.certificate(path).expires_at - time.time()
+    assert 9 * DAY < left <= 10 * DAY + 60
+    assert "cannot be read" in doctor.certificate(tmp_path / "none").problem
+    (tmp_path / "bad").write_text("x", encoding="utf-8")
+    assert "cannot be read" in doctor.certificate(tmp_path / "bad").problem
+
+
+def test_a_dead_orchestrator_ends_the_command_with_1_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    token = tmp_path / "token"
+    token.write_text("a-token-for-tests-only", encoding="utf-8")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        asked = ["admin", "doctor", "--orchestrator", url, "--token-file", str(token), "--json"]
+        assert main(asked) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["level"] == "fail"
+    assert told["findings"][0]["about"] == "orchestrator"
