@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -23,6 +24,7 @@ from pathlib import Path
 import pytest
 
 from keepstep import wire
+from keepstep.cli import main
 from keepstep.cli.client import Client, Refusal
 from keepstep.errors import Unreachable
 from keepstep.model import JobId, JobSpec, NodeId, Phase, Rank, Sign, Term
@@ -108,8 +110,19 @@ def _close_sockets() -> Iterator[None]:
 class FakeAgent:
     """The agent's end of a stream, synchronous, with a deadline on every read."""
 
-    def __init__(self, port: int, node: str, *, token: str = TOKEN, **hello: object) -> None:
+    def __init__(
+        self,
+        port: int,
+        node: str,
+        *,
+        token: str = TOKEN,
+        version: int = wire.VERSION,
+        **hello: object,
+    ) -> None:
         self.node = NodeId(node)
+        self.version = version
+        self.spoken: set[int] = set()
+        """The versions of the frames that it got."""
         self.socket = socket.create_connection(("127.0.0.1", port), SECONDS_MAX)
         self.socket.sendall(b"POST /v1/agent HTTP/1.1\r\nUpgrade: keepstep-stream\r\n\r\n")
         head = b""
@@ -131,7 +144,7 @@ class FakeAgent:
         self.send(wire.Hello(self.node, token=token, **facts))  # type: ignore[arg-type]
 
     def send(self, message: wire.Message) -> None:
-        self.socket.sendall(wire.encode(message))
+        self.socket.sendall(wire.encode(message, self.version))
 
     def read(self, seconds_max: float = SECONDS_MAX) -> wire.Message:
         deadline = time.monotonic() + seconds_max
@@ -140,6 +153,7 @@ class FakeAgent:
             data = self.socket.recv(65536)
             if not data:
                 raise EOFError
+            self.spoken |= {int(v) for v in re.findall(rb'"v":(\d+)}', data)}
             self.waiting += self.decoder.feed(data)
         return self.waiting.pop(0)
 
@@ -174,7 +188,7 @@ def spec(**more: object) -> JobSpec:
 
 def steady(picture: dict[str, object]) -> str:
     """What must survive a restart, as text: all but the clock, the term and the streams."""
-    moving = ("now", "term", "connected", "pulses", "paces")
+    moving = ("now", "term", "connected", "agents", "pulses", "paces")
     kept = {key: value for key, value in picture.items() if key not in moving}
     return json.dumps(without_links(kept), sort_keys=True)
 
@@ -232,6 +246,49 @@ def test_submitting_the_same_job_again_changes_nothing_and_another_one_is_refuse
     with pytest.raises(Refusal, match="another spares; give the same") as refused:
         one.client.submit(spec(spares=3))
     assert refused.value.status == 409
+
+
+def test_an_agent_of_the_version_before_is_served_and_the_doctor_names_it(
+    one: Process, capsys: pytest.CaptureFixture[str]
+):
+    old = FakeAgent(one.port, "old", version=1)
+    new = FakeAgent(one.port, "new")
+    one.client.submit(spec(nodes=2))
+    for rank, agent in enumerate((new, old)):
+        order = agent.until(wire.StartWorkers)
+        assert isinstance(order, wire.Order)
+        seat = wire.SeatReport(Rank(rank), boundary=1, step=0)
+        agent.send(wire.PhaseReport(agent.node, JOB, order.generation, Phase.RESUME, (seat,)))
+    assert (old.spoken, new.spoken) == ({1}, {wire.VERSION})
+    wait_until_running(one)
+    token = str(one.directory / "token")
+    url = f"http://127.0.0.1:{one.port}"
+    main(["admin", "doctor", "--orchestrator", url, "--token-file", token, "--json"])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    says = {finding["says"] for finding in found}
+    assert "old: their agents speak version 1 of the wire" in says
+    assert any(said.startswith("sqlite, term 1") for said in says)
+
+
+def test_a_backup_of_a_running_orchestrator_is_put_back_once_it_is_stopped(one: Process):
+    FakeAgent(one.port, "n0")
+    one.client.submit(spec())
+    backup = one.directory / "backup.db"
+    where = ["--journal", one.journal]
+    assert main(["admin", "backup", str(backup), *where]) == 0
+    assert main(["admin", "restore", str(backup), *where]) == 2
+    one.client.stop(JOB, save=False, why="later than the backup")
+    one.stop()
+    assert main(["admin", "restore", str(backup), *where]) == 0
+    one.start()
+    assert not one.client.job(JOB)["over"], "it does not know what came later"
+
+
+def wait_until_running(one: Process) -> None:
+    deadline = time.monotonic() + SECONDS_MAX
+    while one.client.job(JOB)["state"] != "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def ask(one: Process, path: str, body: object, key: str = "") -> tuple[int, dict[str, object]]:

@@ -24,14 +24,14 @@
     GET  /v1/events                server-sent events: each decision and its reason
     GET  /v1/openapi.json          all this for programs; the same as docs/openapi.json
     GET  /v1/orchestrator          what it says of itself: release, journal, files, clock
-    GET  /healthz, GET /readyz     whether it serves; leads, with its journal: no token needed
+    GET  /healthz                  GET /readyz   whether it serves; leads with its journal; open
     GET  /metrics                  everything in numbers, for Prometheus
     GET  /v1/board                 what the live page shows; the page asks for the token
     GET  /                         the live page itself, with its files, which hold no data:
     GET  /page/page.css            GET /page/page.js   GET /page/map.js   GET /page/icon.svg
 
 Everything but /healthz, /readyz, the page's files and the agents' stream (whose Hello carries the
-token) needs `Authorization: Bearer <token>`. Errors are {"error": what is wrong, "fix": what to do}.
+token) needs `Authorization: Bearer <token>`. Errors are {"error": what is wrong, "fix": the way out}.
 
 The POSTs that migrate, drain, undrain, taint, remove, freeze and unfreeze take `"dry_run": true`
 (what would happen is told, and does not) and a header `Idempotency-Key` (the same key again changes
