@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from keepstep import codec, wire, wire_v1
+from keepstep.agent import preload
+from keepstep.agent.links import Link
 from keepstep.errors import ConfigError, WireError
 from keepstep.model import (
     Endpoint,
@@ -40,6 +42,7 @@ from keepstep.orchestrator.replaying import replayed, snapshot_of
 V1 = Path(__file__).resolve().parents[1] / "wire" / "v1"
 TABLE = json.loads((V1 / "table.json").read_text(encoding="utf-8"))
 FRAMES = (V1 / "frames.jsonl").read_text(encoding="utf-8").splitlines()
+FRAMES_OF = {json.loads(frame)["kind"]: frame.encode() for frame in FRAMES}
 EVENTS = (V1 / "events.jsonl").read_text(encoding="utf-8").splitlines()
 
 
@@ -224,6 +227,48 @@ def test_a_frame_of_an_unknown_version_says_which_side_to_upgrade():
         wire.from_plain({"v": 3, "kind": "Refused", "body": {"why": ""}})
     with pytest.raises(WireError, match=r"version 0 .*upgrade the side that speaks it"):
         wire.from_plain({"v": 0, "kind": "Refused", "body": {"why": ""}})
+
+
+class Written:
+    """A worker's end of a link, as far as the agent writes to it."""
+
+    def __init__(self) -> None:
+        self.told: list[dict] = []
+        self.transport = self
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, frame: bytes) -> None:
+        self.told.append(json.loads(frame[4:]))
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+def test_a_worker_that_was_started_by_an_older_release_is_told_what_it_knows():
+    writer = Written()
+    link = Link(1, writer, version=wire.agreed(wire.decode(FRAMES_OF["WorkerHello"]).speaks))
+    order = dataclasses.replace(sample(wire.Order), action=wire.Agree())
+    link.send(order)
+    link.send(order)
+    (told,) = writer.told
+    assert told["v"] == 1
+
+
+def test_what_an_agent_says_to_an_older_preload_server_is_what_it_always_said():
+    # That server outlives its agent, and there is no version in what they say.
+    fields = {
+        kind: " ".join(field.name for field in dataclasses.fields(record))
+        for kind, record in preload._KINDS.items()
+    }
+    assert fields == {
+        "fork": "key entry arguments environment directory log preload kind",
+        "seen": "pid start kind",
+        "forked": "key pid start kind",
+        "exited": "key pid start code kind",
+        "ready": "pid children kind",
+    }
 
 
 # ---------------------------------------------------------------- the journal
