@@ -52,26 +52,42 @@ def to_plain(value: object) -> Any:
     return {str(key): to_plain(item) for key, item in value.items()}
 
 
-def to_older(value: object, fields: Mapping[str, str], members: Mapping[str, str]) -> Any:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Older:
+    """What a reader of an older version knows."""
+
+    fields: Mapping[str, str]
+    """Of its records, by name, between spaces."""
+    members: Mapping[str, str]
+    """Of its enumerations."""
+    needed: frozenset[str] = frozenset()
+    """Fields that it does not know, as "Record.field", and that must not be left out once they say
+    anything: it would take the rest for something else."""
+
+
+def to_older(value: object, reader: Older) -> Any:
     """`to_plain` for a reader of an older version: what it does not know is left out.
 
-    The tables name the fields of the records that it knows, and the members of its enumerations. A
-    record or a member that it has no word for is a WireError: this cannot be said to it.
+    A record or a member that it has no word for, or a field that it needs, is a WireError: this
+    cannot be said to it.
     """
     name = type(value).__name__
     if isinstance(value, Enum):
-        if str(value.value) not in members.get(name, "").split():
+        if str(value.value) not in reader.members.get(name, "").split():
             raise WireError(f"an older version has no word for {name} {value.value!r}")
         return value.value
     if dataclasses.is_dataclass(value):
-        if name not in fields:
+        if name not in reader.fields:
             raise WireError(f"an older version has no word for {name}")
-        known = fields[name].split()
-        return {each: to_older(getattr(value, each), fields, members) for each in known}
+        for field in dataclasses.fields(value):
+            if f"{name}.{field.name}" in reader.needed and getattr(value, field.name):
+                raise WireError(f"an older version has no word for {name}.{field.name}")
+        known = reader.fields[name].split()
+        return {each: to_older(getattr(value, each), reader) for each in known}
     if isinstance(value, tuple | list):
-        return [to_older(item, fields, members) for item in value]
+        return [to_older(item, reader) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): to_older(item, fields, members) for key, item in value.items()}
+        return {str(key): to_older(item, reader) for key, item in value.items()}
     return to_plain(value)
 
 

@@ -9,8 +9,8 @@ This version and the one before it are spoken, so that a cluster can be upgraded
 the other side speaks at most is in the orchestrator's answer to an upgrade (OFFER), in an agent's
 Hello and in a worker's WorkerHello. An older side is told what its version knew (wire_v1.py) and
 nothing else; what it leaves out is read as the default. So a new field needs a default that means
-what the older version does anyway. If there is none, it is a new message, which an older side is
-not sent. docs/decisions/0041 says more.
+what the older version does anyway. If there is none, it is NEEDED, or a new message, and an older
+side is not sent it. docs/decisions/0041 says more.
 
 The digest that compares state is named here because both sides of a wire must mean the same
 function; its code is in keepstep/training/capsule.py.
@@ -631,6 +631,11 @@ _ACTIONS: dict[str, type] = {
     )
 }
 
+NEEDED = frozenset({"SeatReport.unsynced"})
+"""What is newer than OLDEST and must not be left out, once it says anything: a message with it is
+not sent to an older side. A rank whose update is half in must not be taken for whole."""
+
+_V1 = codec.Older(wire_v1.FIELDS, wire_v1.MEMBERS, NEEDED)
 Message = Any
 _LENGTH = struct.Struct(">I")
 
@@ -672,7 +677,7 @@ def to_plain(message: Message, version: int = VERSION) -> dict[str, Any]:
         body = codec.to_plain(message)
     else:
         assert version == OLDEST, f"version {version} is nobody's that we talk to"
-        body = codec.to_older(message, wire_v1.FIELDS, wire_v1.MEMBERS)
+        body = codec.to_older(message, _V1)
     if isinstance(message, Order):
         body["action"] = {"kind": type(message.action).__name__, "body": body["action"]}
     plain["body"] = body
