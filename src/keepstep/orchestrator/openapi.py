@@ -287,11 +287,8 @@ def _requests() -> dict[str, Schema]:
 def _answers() -> dict[str, Schema]:
     taint = {"place": STRING, **schema_of(state.Taint, asked=False)["properties"]}
     alert = {"alert": STRING, "place": _or_null(STRING), "status": STRING, "changed": BOOLEAN}
-    control = {
-        "down_seconds": NUMBER,
-        "outages": _list(schema_of(state.Outage, asked=False)),
-        "gaps": _list(schema_of(state.Gap, asked=False)),
-    }
+    control = {"down_seconds": NUMBER, "outages": _list(schema_of(state.Outage, asked=False))}
+    control["gaps"] = _list(schema_of(state.Gap, asked=False))
     leads = {"enum": ["leading", "cut off", "following"]}
     return {
         "Error": _record({"error": STRING, "fix": STRING}),
