@@ -292,7 +292,7 @@ def test_the_page_needs_no_token_loads_nothing_from_elsewhere_and_runs_no_inline
 
 def test_only_the_pages_own_files_are_open():
     opened = {route.path for route in ROUTES if route.open}
-    assert opened == {"/healthz", "/v1/agent", *watching.FILES}
+    assert opened == {"/healthz", "/readyz", "/v1/agent", *watching.FILES}
 
 
 def test_the_pages_files_are_in_the_package_and_name_no_other_host():

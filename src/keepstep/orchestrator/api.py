@@ -31,7 +31,7 @@
     GET  /page/page.css            GET /page/page.js   GET /page/map.js   GET /page/icon.svg
 
 Everything but /healthz, /readyz, the page's files and the agents' stream (whose Hello carries the
-token) needs `Authorization: Bearer <token>`. Errors are {"error": what is wrong, "fix": the way out}.
+token) needs `Authorization: Bearer <token>`. Errors: {"error": what is wrong, "fix": what to do}.
 
 The POSTs that migrate, drain, undrain, taint, remove, freeze and unfreeze take `"dry_run": true`
 (what would happen is told, and does not) and a header `Idempotency-Key` (the same key again changes
