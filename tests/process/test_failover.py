@@ -38,7 +38,6 @@ class TwoLeaders(SmallJob):
             slots=(4,),
             ranks_per_node=2,
             spares=2,
-            level=2,
             environment={"PACE": "0.02"},
         )
         self.points = directory / "points"

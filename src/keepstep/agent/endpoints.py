@@ -63,7 +63,6 @@ class Endpoints:
         self._failed_at[endpoint] = now
         self._named, self._sent_on = None, 0
         if endpoint in self._known:
-            # One that only a follower named has no place in the list to go on from.
             self._at = self._known.index(endpoint) + 1
         self._failures = 1 if held else self._failures + 1
 

@@ -93,9 +93,8 @@ class Injector:
             **Plans(cluster, sight, self).kinds(),
             **Places(cluster, sight, self, lender).kinds(),
             **Flips(cluster, sight, self).kinds(),
+            **Leaders(cluster, sight, self, network, control).kinds(),
         }
-        if control is not None:
-            self._kinds |= Leaders(cluster, sight, self, network, control).kinds()
 
     def strike(self, fault: Fault) -> Strike:
         """Carry out a fault. Raises Missed if its window did not come."""

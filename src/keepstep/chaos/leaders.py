@@ -130,13 +130,18 @@ class Leaders:
         sight: Sight,
         points: Points,
         network: Network | None,
-        control: ControlPlane,
+        control: ControlPlane | None,
     ) -> None:
         self._cluster = cluster
         self._sight = sight
         self._points = points
         self._network = network
-        self._control = control
+        self._control_plane = control
+
+    @property
+    def _control(self) -> ControlPlane:
+        assert self._control_plane is not None, "leaders are struck in a campaign of their own"
+        return self._control_plane
 
     def kinds(self) -> Mapping[str, Callable[[Fault], Strike]]:
         return {

@@ -307,7 +307,7 @@ class LocalCluster:
 
     # ---------------------------------------------------------------- the programs
 
-    def _orchestrator_program(self, name: str) -> Program:
+    def _orchestrator_program(self, name: str = ORCHESTRATOR) -> Program:
         where = self._place_of(name)
         command = [*where.prefix, sys.executable, "-m", "keepstep.orchestrator"]
         command += ["--listen", where.listen]
