@@ -106,11 +106,15 @@ class FakeOrchestrator:
                         return at, message
                 await self.changed.wait()
 
+    seq = 0
+    """Where the journal stands."""
+
     def order(self, action: Any, *, generation: int = 1, order_id: str = "", term: int = 1) -> str:
         assert self.writer is not None
         self._orders += 1
         name = OrderId(order_id or f"o{self._orders}")
-        order = wire.Order(Term(term), Generation(generation), name, JOB, (NODE,), action)
+        ids = (Term(term), Generation(generation), name)
+        order = wire.Order(*ids, JOB, (NODE,), action, self.seq)
         self.writer.write(wire.encode(order))
         return name
 
@@ -505,7 +509,7 @@ async def test_a_lost_standby_is_reported(here: World) -> None:
 @scene
 async def test_older_terms_are_refused_also_by_a_restarted_agent(here: World) -> None:
     await here.start_agent()
-    here.orchestrator.term = Term(5)
+    here.orchestrator.term, here.orchestrator.seq = Term(5), 150
     here.orchestrator.order(wire.DropStandby(0), term=5)
     await eventually(lambda: '"term":5' in (here.room / "agent-state.json").read_text())
     here.orchestrator.order(wire.StartStandby(here.spec(WAITS), 0), term=4)
@@ -513,7 +517,7 @@ async def test_older_terms_are_refused_also_by_a_restarted_agent(here: World) ->
     assert "term 4; 5 has been seen" in refused.why
     await here.kill_agent()
     hello = await here.start_agent()
-    assert hello.term_seen == 5
+    assert (hello.term_seen, hello.seq_seen) == (5, 150), "a leader without it must hear of it"
     before = len(here.orchestrator.heard)
     here.orchestrator.order(wire.StartStandby(here.spec(WAITS), 0), term=4)
     await here.orchestrator.until(wire.Refused, since=before)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from keepstep import wire
-from keepstep.errors import ConfigError, Permanent
+from keepstep.errors import ConfigError, Permanent, Transient
 from keepstep.model import Generation, JobId, OrderId, Term
 from keepstep.page import RING_SLOTS
 from keepstep.training import private, steplog
@@ -33,6 +33,7 @@ from keepstep.training.movement import SLICE_BYTES, SliceDigest
 from keepstep.training.plain import decode, encode
 from keepstep.training.raw import fill_from_bytes
 from keepstep.training.registry import Registry, find_private
+from keepstep.training.session import Session
 from keepstep.training.trouble import is_communication
 
 
@@ -529,3 +530,16 @@ def test_the_rotating_digest_comes_to_every_slice_of_every_tensor() -> None:
         now = [slices.next(registry, step) for step in range(count)]
         assert sum(a != b for a, b in zip(seen, now, strict=True)) == 1, number
         seen = now
+
+
+def test_a_checkpoint_that_nobody_can_publish_now_is_published_later() -> None:
+    """While no orchestrator decides, training goes on: the user's loop must not see an error."""
+
+    def nobody(*_: object) -> tuple[bool, str]:
+        raise Transient("nobody answered within 10 s")
+
+    kept: list[Any] = []
+    keeper = SimpleNamespace(publish=nobody, saves=SimpleNamespace(add=kept.append))
+    Session.publish(SimpleNamespace(_keeper=keeper, step=7), "path")  # type: ignore[arg-type]
+    (save,) = kept
+    assert (save.done, save.step, save.path) == (True, 7, "path")
