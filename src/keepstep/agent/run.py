@@ -214,7 +214,6 @@ class Agent:
         news += [broken for broken in self._broken.values() if not self._is_old(broken)]
         now = asyncio.get_running_loop().time()
         told += [self._ages.aged(observed, now) for observed in news]
-        self._untold = False
         told += self.reports.standing()
         told += self._publishing.values()
         if self.health is not None:
@@ -236,6 +235,8 @@ class Agent:
         match message:
             case wire.Pulse():
                 if self._current(message.term, "pulse"):
+                    # Who pulses has heard all that stands: it was told at the connect.
+                    self._untold = False
                     self.stream.accepted()
                     self.probes.set_heads(message.heads)
                     self.probes.set_pace(message.beat_seconds)

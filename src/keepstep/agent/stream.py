@@ -80,6 +80,8 @@ class Stream:
         self._writer: asyncio.StreamWriter | None = None
         self._version = wire.VERSION
         self._refused_since = -1.0
+        self._begun_at = math.inf
+        """When the present stream began; never, while there is none."""
 
     @property
     def connected(self) -> bool:
@@ -126,7 +128,7 @@ class Stream:
         """Connect, talk, and connect again, for ever."""
         clock, known = asyncio.get_running_loop().time, self._endpoints
         while True:
-            endpoint, began = known.next(), clock()
+            endpoint, self._begun_at = known.next(), math.inf
             try:
                 await self._talk(endpoint)
             except Elsewhere as error:
@@ -137,7 +139,8 @@ class Stream:
                 why = str(error) or type(error).__name__
                 log.warning("stream.lost", host=endpoint.host, port=endpoint.port, why=why)
                 # A stream that held for a while was a good one: begin the count anew.
-                known.failed(endpoint, clock(), held=clock() - began > SILENT_SECONDS_MAX)
+                held = clock() - self._begun_at > SILENT_SECONDS_MAX
+                known.failed(endpoint, clock(), held=held)
             except Permanent as error:
                 log.error("stream.refused", host=endpoint.host, port=endpoint.port, why=error)
                 known.failed(endpoint, clock(), held=False)
@@ -153,7 +156,7 @@ class Stream:
             await asyncio.wait_for(self._upgrade(endpoint, reader, writer), SILENT_SECONDS_MAX)
             for message in self._greeting():
                 self._write(writer, message)
-            self._writer = writer
+            self._writer, self._begun_at = writer, asyncio.get_running_loop().time()
             log.info("stream.connected", host=endpoint.host, port=endpoint.port)
             while True:
                 self._on_message(await asyncio.wait_for(wire.read(reader), SILENT_SECONDS_MAX))
