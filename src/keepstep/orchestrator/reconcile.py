@@ -225,7 +225,8 @@ def _seat(turn: Turn, job: Job, seats: list[Seat], dead: set[Rank]) -> None:
         user = cluster.nodes[seat.node].uses.get(seat.slot)
         if user is not None:
             # Whoever it was in the journal is not there.
-            cluster.jobs[user.job].standbys.pop(slot_key(seat.node, seat.slot), None)
+            if (owner := cluster.jobs.get(user.job)) is not None:
+                owner.standbys.pop(slot_key(seat.node, seat.slot), None)
             slots.release(cluster, seat.node, seat.slot)
         occupant = Occupant(name, seat.rank, seat.incarnation)
         slots.occupy(cluster, seat.node, seat.slot, occupant)
