@@ -198,9 +198,9 @@ def _waits(job: Job, planned: bool) -> bool:
 
 def check_slots(cluster: Cluster) -> None:
     """Each machine has one owner, who knows of it; spares are neither lost nor made."""
-    owners: dict[tuple[str, int], Occupant] = {}
+    owners: dict[tuple[NodeId, int], Occupant] = {}
 
-    def own(node: str, slot: int, user: Occupant) -> None:
+    def own(node: NodeId, slot: int, user: Occupant) -> None:
         if (node, slot) in owners:
             raise Violation(f"slot {slot} of {node} is owned by {owners[node, slot]} and {user}")
         owners[node, slot] = user
@@ -227,9 +227,9 @@ def check_slots(cluster: Cluster) -> None:
         if roomy and node not in listed:
             raise Violation(f"{node} has room and is not listed")
     fenced = []
-    for place in owners:
-        holder = cluster.nodes[NodeId(place[0])].uses.get(place[1])
-        if holder is None or not holder.fenced:
-            fenced.append(place)
+    for node, slot in owners:
+        there = cluster.nodes[node].uses.get(slot)
+        if there is None or not there.fenced:
+            fenced.append((node, slot))
     if fenced:
         raise Violation(f"{len(fenced)} seats have no slot: {fenced[:3]}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -78,11 +78,12 @@ def summary(fleet: Told, interval_seconds: float) -> Month:
     useful = sum(fleet.useful[name] * ranks[name] for name in ranks)
     useful_restart = sum(restarted[name].useful_seconds * ranks[name] for name in ranks)
     whole = plan.nodes * plan.seconds
-    spent: dict[str, float] = defaultdict(float)
+    spent: dict[str, float] = {}
     for name, parts in fleet.spent.items():
         for kind, seconds in parts.items():
-            spent[kind] += seconds * ranks[name]
+            spent[kind] = spent.get(kind, 0.0) + seconds * ranks[name]
     total = sum(spent.values()) or 1.0
+    largest = sorted(spent.items(), key=lambda part: -part[1])
     pauses = sorted(referee.pauses) or [0.0]
     return Month(
         plan,
@@ -99,10 +100,7 @@ def summary(fleet: Told, interval_seconds: float) -> Month:
         goodput=useful / whole,
         ettr_restart=useful_restart / paid,
         goodput_restart=useful_restart / whole,
-        time_shares={
-            kind: seconds / total
-            for kind, seconds in sorted(spent.items(), key=lambda part: -part[1])
-        },
+        time_shares={kind: seconds / total for kind, seconds in largest},
         fallbacks=referee.outcomes["fallback"],
         lost_steps=sum(job.lost_steps for job in fleet.jobs.values()),
         steps=sum(job.step_at(fleet.now) for job in fleet.jobs.values()),
