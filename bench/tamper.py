@@ -33,19 +33,20 @@ Body = dict[str, Any]
 SKILLS = ("plainly", "rehashed", "resealed", "insider")
 
 
-def removed(bodies: list[Body], at: int, rng: random.Random) -> None:
-    del bodies[at]
+def removed(texts: list[str], at: int, rng: random.Random) -> None:
+    del texts[at]
 
 
-def changed(bodies: list[Body], at: int, rng: random.Random) -> None:
+def changed(texts: list[str], at: int, rng: random.Random) -> None:
     """One value somewhere in the entry, as a forger would want it or at random."""
-    entry = bodies[at]["entry"]
+    body = json.loads(texts[at])
+    entry = body["entry"]
     facts = next(iter(entry.get("jobs", {}).values()), {})
     closed = facts.get("closed")
     acts: list[Callable[[], None]] = [
         lambda: entry.__setitem__("why", str(entry["why"]) + " as agreed"),
         lambda: entry.__setitem__("now", float(entry["now"]) - rng.uniform(0.001, 100)),
-        lambda: bodies[at].__setitem__("term", int(bodies[at]["term"]) + 1),
+        lambda: body.__setitem__("term", int(body["term"]) + 1),
         lambda: facts.__setitem__("step", int(facts.get("step", 0)) + 1),
         lambda: entry.__setitem__("event", {**entry["event"], "kind": "Forged"}),
     ]
@@ -53,24 +54,31 @@ def changed(bodies: list[Body], at: int, rng: random.Random) -> None:
         acts.append(lambda: closed.__setitem__("outcome", "moved"))
         acts.append(lambda: closed.__setitem__("causes_count", closed["causes_count"] + 1))
     rng.choice(acts)()
+    if _text(body) == texts[at]:
+        entry["why"] = "something else"
+    texts[at] = _text(body)
 
 
-def reordered(bodies: list[Body], at: int, rng: random.Random) -> None:
-    other = rng.choice([n for n in range(len(bodies)) if n != at])
-    bodies[at], bodies[other] = bodies[other], bodies[at]
+def reordered(texts: list[str], at: int, rng: random.Random) -> None:
+    other = rng.choice([n for n in range(len(texts)) if n != at])
+    texts[at], texts[other] = texts[other], texts[at]
 
 
-def invented(bodies: list[Body], at: int, rng: random.Random) -> None:
-    made = json.loads(json.dumps(bodies[at]))
+def invented(texts: list[str], at: int, rng: random.Random) -> None:
+    made = json.loads(texts[at])
     made["entry"]["why"] = "a spare was ready all the time"
-    bodies.insert(at, made)
+    texts.insert(at, _text(made))
 
 
-def cut(bodies: list[Body], at: int, rng: random.Random) -> None:
-    del bodies[at:]
+def cut(texts: list[str], at: int, rng: random.Random) -> None:
+    del texts[at:]
 
 
-CLASSES: dict[str, Callable[[list[Body], int, random.Random], None]] = {
+def _text(body: Body) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"))
+
+
+CLASSES: dict[str, Callable[[list[str], int, random.Random], None]] = {
     "removed": removed,
     "changed": changed,
     "reordered": reordered,
@@ -80,27 +88,18 @@ CLASSES: dict[str, Callable[[list[Body], int, random.Random], None]] = {
 
 
 def forged(
-    export: Sequence[str], quoted: int, what: str, skill: str, rng: random.Random, key: bytes
+    export: Sequence[Body], quoted: int, what: str, skill: str, rng: random.Random, key: bytes
 ) -> list[str]:
     """A forgery of an export. `quoted`: the last link whose head the step log has."""
-    *links, seal = [json.loads(line) for line in export]
-    bodies = [json.loads(link["body"]) for link in links]
-    numbers = list(range(len(bodies)))
-    if skill == "insider":
-        numbers = numbers[:quoted]
-    if what == "cut":
-        # With the seal left below it, unless the forger can do better.
-        numbers = numbers[1:]
-    at = rng.choice(numbers)
-    before = [json.dumps(body, sort_keys=True) for body in bodies]
-    CLASSES[what](bodies, at, rng)
-    if [json.dumps(body, sort_keys=True) for body in bodies] == before:
-        bodies[at]["entry"]["why"] = "something else"
+    *links, seal = export
+    texts = [str(link["body"]) for link in links]
+    numbers = range(quoted if skill == "insider" else len(texts))
+    at = rng.choice(numbers[1:] if what == "cut" else numbers)
+    CLASSES[what](texts, at, rng)
     if skill == "plainly":
-        return _plain_lines(links, bodies, before, seal, rng)
+        return _plain_lines(links, texts, seal, rng)
     made, head = [], verify.ROOT
-    for number, body in enumerate(bodies, 1):
-        text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    for number, text in enumerate(texts, 1):
         head = hashlib.sha256(f"{head}\n{text}".encode()).hexdigest()
         made.append(json.dumps({"number": number, "hash": head, "body": text}))
     if skill == "rehashed":
@@ -110,19 +109,14 @@ def forged(
 
 
 def _plain_lines(
-    links: list[Body], bodies: list[Body], before: list[str], seal: Body, rng: random.Random
+    links: Sequence[Body], texts: Sequence[str], seal: Body, rng: random.Random
 ) -> list[str]:
-    """Edited with a text editor: the old lines where they fit, the rest with made-up hashes."""
-    known = dict(zip(before, links, strict=True))
+    """Edited with a text editor: the old lines where they fit, a changed one with its old hash."""
+    known = {link["body"]: link for link in links}
     lines = []
-    for number, body in enumerate(bodies, 1):
-        text = json.dumps(body, sort_keys=True)
-        link = known.get(text)
-        if link is None:
-            body_text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-            old = links[min(number, len(links)) - 1]
-            link = {"number": number, "hash": old["hash"], "body": body_text}
-        lines.append(json.dumps(link))
+    for number, text in enumerate(texts, 1):
+        old = {**links[min(number, len(links)) - 1], "body": text}
+        lines.append(json.dumps(known.get(text, old)))
     return lines if rng.random() < 0.5 else [*lines, json.dumps(seal)]
 
 
@@ -151,11 +145,12 @@ def campaign(
     """All classes and skills in turn; each with what the verifier said."""
     rng = random.Random(seed)
     quoted = last_quoted(export, steps)
+    parsed = [json.loads(line) for line in export]
     kinds = [(what, skill) for what in CLASSES for skill in SKILLS]
     found = []
     for number in range(count):
         what, skill = kinds[number % len(kinds)]
-        lines = forged(export, quoted, what, skill, rng, signer.seed)
+        lines = forged(parsed, quoted, what, skill, rng, signer.seed)
         said = caught(lines, steps, signer.public)
         found.append({"what": what, "skill": skill, "said": said})
     return found
