@@ -166,7 +166,7 @@ def _notes(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     nobody = sum(1 for run in runs for strike in run["strikes"] if not strike["pid"])
     if nobody:
         yield f"{nobody} strikes found nobody"
-    disturbed = sum(1 for run in runs if run.get("others_share", 0.0) > OTHERS_MAX)
+    disturbed = sum(1 for run in runs if (run.get("others_share") or 0.0) > OTHERS_MAX)
     if disturbed:
         yield f"others took more than {OTHERS_MAX:.0%} of the machine in {disturbed} of its runs"
     yield from (run["striker_failed"] for run in runs if run.get("striker_failed"))
@@ -255,8 +255,20 @@ README_HEADS = {
 }
 
 
+TIMES = ("to_bare", "goodput", "pause")
+UNQUIET = "disturbed"
+
+
+def is_quiet(group: Group) -> bool:
+    """Whether figures of time may be told: it is known what others took, and it was little."""
+    return group.others is not None and group.others.high <= OTHERS_MAX
+
+
 def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> str:
-    """The README's tables; each names its raw files, and says if runs were short."""
+    """The README's tables; each names its raw files, and says if runs were short.
+
+    Times of disturbed runs are not told there: what others took decides it, never how it came out.
+    """
     found = groups(results)
     short = any(result["short"] for result in results)
     parts = []
@@ -271,12 +283,17 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
                 lines.append(f"| {group.arm} | not run: {group.refused} |{rest}")
                 continue
             row = cells(group)
+            if not (is_quiet(group) and all(is_quiet(g) for g in mine if g.arm == "bare")):
+                row |= {name: UNQUIET for name in TIMES if row[name] != "-"}
             lines.append("| " + " | ".join(row[name] for name in README_COLUMNS) + " |")
-        notes = [f"{group.arm}: {note}." for group in mine for note in group.notes]
+        notes = [f"{g.arm}: {note}." for g in mine for note in g.notes if is_quiet(g)]
         lines += ["", " ".join(notes)] if notes else []
         parts.append("\n".join(lines))
     files = ", ".join(f"`{name}`" for name in sources)
-    return "\n\n".join([*parts, f"Raw results: {files}; made by `python -m bench table`."])
+    told = f"Raw results: {files}; made by `python -m bench table`."
+    if any(UNQUIET in part for part in parts):
+        told += f" {UNQUIET.capitalize()}: others used the machine meanwhile, so times say nothing."
+    return "\n\n".join([*parts, told])
 
 
 def replaced(text: str, table: str) -> str:

@@ -33,6 +33,7 @@ def a_run(arm, seconds, **truth):
         "strikes": [] if arm == "bare" else [{"at": 104.0, "pid": 7, "kind": "kill", "rank": 1}],
         "memory_bytes_max": 2**30,
         "moved_bytes": 2**30,
+        "others_share": 0.02,
         "truth": {**told, **truth},
     }
 
@@ -97,6 +98,16 @@ def test_what_others_took_is_told_and_nothing_is_left_out():
     found = row(a_result((a_run("bare", 10.0), noisy)), "x")
     assert found.to_bare.middle == 2.0
     assert "others took more than 10% of the machine in 1 of its runs" in tables.terminal([found])
+
+
+@pytest.mark.parametrize(("arm", "share"), [("x", 0.4), ("bare", 0.4), ("x", None)])
+def test_the_readme_tells_no_times_of_runs_that_were_or_may_have_been_disturbed(arm, share):
+    runs = [a_run("bare", 10.0), a_run("x", 12.0, pauses=[0.1], lost=3)]
+    for one in runs:
+        one["others_share"] = share if one["arm"] == arm else 0.02
+    text = tables.markdown([a_result(runs)], ["f"])
+    assert "| x | 1/1 | disturbed | disturbed | disturbed | 0 | 3 | yes |" in text
+    assert "1.200" not in text
 
 
 def test_a_strike_that_found_nobody_is_told():
