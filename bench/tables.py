@@ -292,7 +292,7 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
     files = ", ".join(f"`{name}`" for name in sources)
     told = f"Raw results: {files}; made by `python -m bench table`."
     if any(UNQUIET in part for part in parts):
-        told += f" {UNQUIET.capitalize()}: others used the machine meanwhile, so times say nothing."
+        told += f" {UNQUIET.capitalize()}: others used the machine meanwhile, or nobody looked."
     return "\n\n".join([*parts, told])
 
 
