@@ -17,9 +17,7 @@ it does not, and the write is sent again. One that arrives late finds that the h
 
 from __future__ import annotations
 
-import os
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +28,7 @@ from keepstep import codec
 from keepstep.errors import ConfigError, Deposed, Permanent, Transient
 from keepstep.model import Term
 from keepstep.orchestrator import journal_schema
+from keepstep.orchestrator.cut_off import cut_off_late
 from keepstep.orchestrator.journal import (
     CLUSTER,
     SNAPSHOTS_KEPT,
@@ -400,7 +399,7 @@ class PostgresJournal:
         trouble = self._psycopg
         try:
             connection = self._connected()
-            with _cut_off_late(connection.fileno(), seconds_max):
+            with cut_off_late(connection.fileno(), seconds_max):
                 yield connection
         except (trouble.OperationalError, trouble.InterfaceError, trouble.InternalError) as error:
             # InternalError too: after a failover the server may be one that only reads.
@@ -437,7 +436,7 @@ class PostgresJournal:
     def _connect(self) -> Connection:
         connection: Connection = self._psycopg.connect(**self._settings, autocommit=True)
         try:
-            with _cut_off_late(connection.fileno(), CALL_SECONDS_MAX):
+            with cut_off_late(connection.fileno(), CALL_SECONDS_MAX):
                 connection.execute(_PREPARE)
                 journal_schema.migrate(connection)
                 connection.execute(_HURRY, (f"{LOCK_SECONDS_MAX}s",))
@@ -533,27 +532,3 @@ def _in_a_line(error: Exception) -> str:
 def _close_unused(connecting: Future[Connection]) -> None:
     if connecting.exception() is None:
         connecting.result().close()
-
-
-@contextmanager
-def _cut_off_late(descriptor: int, seconds_max: float) -> Iterator[None]:
-    """Shut the socket down if the call is not over in time: a frozen server never answers.
-
-    On a duplicate: by then the number itself may belong to another connection.
-    """
-    line = socket.socket(fileno=os.dup(descriptor))
-
-    def cut() -> None:
-        try:
-            line.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # It broke by itself.
-
-    timer = threading.Timer(seconds_max, cut)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        line.close()
