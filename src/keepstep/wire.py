@@ -9,8 +9,7 @@ This version and the one before it are spoken, so that a cluster can be upgraded
 the other side speaks at most is in the orchestrator's answer to an upgrade (OFFER), in an agent's
 Hello and in a worker's WorkerHello. An older side is told what its version knew (wire_v1.py) and
 nothing else; what it leaves out is read as the default. So a new field needs a default that means
-what the older version does anyway. If there is none, it is NEEDED, or a new message, and an older
-side is not sent it. docs/decisions/0041 says more.
+what the older version does anyway, or it is NEEDED. docs/decisions/0041 says more.
 
 The digest that compares state is named here because both sides of a wire must mean the same
 function; its code is in keepstep/training/capsule.py.
@@ -631,9 +630,9 @@ _ACTIONS: dict[str, type] = {
     )
 }
 
-NEEDED = frozenset({"SeatReport.unsynced"})
+NEEDED = frozenset({"SeatReport.unsynced", "SeatReport.alike", "Policy.encrypt_state"})
 """What is newer than OLDEST and must not be left out, once it says anything: a message with it is
-not sent to an older side. A rank whose update is half in must not be taken for whole."""
+not sent to an older side. Half an update is no update; what is to be sealed must not go open."""
 
 _V1 = codec.Older(wire_v1.FIELDS, wire_v1.MEMBERS, NEEDED)
 Message = Any
