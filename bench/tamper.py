@@ -125,7 +125,6 @@ def caught(lines: Sequence[str], steps: Sequence[Body], key: str) -> str:
     try:
         chain = verify.read_chain(lines, key)
         verify.check_heads(chain, steps)
-        verify.check_counts(chain, steps)
         verify.guarantee(chain, steps, verify.Terms())
     except verify.Broken as error:
         return str(error)

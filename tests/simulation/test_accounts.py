@@ -61,7 +61,7 @@ def test_the_account_of_every_simulated_job_sums_up(
     assert found
     for lines in found.values():
         chain = verify.read_chain(lines)
-        verify.check_counts(chain, ())
+        verify.Told(chain)
         made = account(chain)
         assert sum(made.classes.values()) == made.total
         closed = [body for body in chain.bodies if "closed" in chain.facts(body)]

@@ -155,7 +155,8 @@ def test_a_run_directory_is_enough_and_its_export_is_signed(run_dir: Path, capsy
     assert main(["admin", "keys", "--run-dir", str(run_dir)]) == 0
     key = capsys.readouterr().out.strip()
     steps = str(run_dir / "state" / "steps.jsonl")
-    assert main(["verify", str(export), steps, "--key", key]) == 0
+    assert main(["verify", str(export), steps, "--key", key]) == 2, "no head is quoted"
+    assert main(["verify", str(export), steps, "--key", key, "--unsigned"]) == 0
     assert main(["verify", str(export), steps, "--key", SIGNER.public]) == 1
     export.write_text(export.read_text().replace("because of Tick", "because of Tock", 1))
     assert main(["verify", str(export), steps, "--key", key]) == 1

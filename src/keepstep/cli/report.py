@@ -48,6 +48,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     check.add_argument("export", help="from `keepstep admin export`")
     check.add_argument("steps", help="the job's steps.jsonl")
     check.add_argument("--key", default="", metavar="HEX", help="who must have signed")
+    check.add_argument("--unsigned", action="store_true", help="good without a key or a head too")
     check.add_argument("--terms", default="", metavar="TOML", help="with its .sig beside it")
     check.add_argument("-o", "--output", choices=("text", "json"), default="text")
     check.set_defaults(run=run_verify)
@@ -56,6 +57,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run_verify(asked: argparse.Namespace) -> int:
     arguments = [asked.export, asked.steps]
     arguments += ["--key", asked.key] if asked.key else []
+    arguments += ["--unsigned"] if asked.unsigned else []
     arguments += ["--terms", asked.terms] if asked.terms else []
     arguments += ["--json"] if asked.output == "json" else []
     return verify.main(arguments)
@@ -72,14 +74,17 @@ def run_report(asked: argparse.Namespace) -> int:
     if asked.out is None:
         print(text)
     else:
-        asked.out.write_text(text + "\n", encoding="utf-8")
+        try:
+            asked.out.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {asked.out}: {error.strerror}") from error
     return 0
 
 
 def reckon(source: Source, terms: verify.Terms, peak_flops: float = 0.0) -> Account:
     try:
         return account(source.chain, source.steps, terms, peak_flops=peak_flops)
-    except (LookupError, TypeError) as error:
+    except (verify.Broken, *verify.WRONG) as error:
         raise Permanent(f"the chain or the step log is not as it was written: {error!r}") from error
 
 

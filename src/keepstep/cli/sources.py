@@ -60,7 +60,7 @@ def _source(export: Iterable[str], steps: Path | None) -> Source:
         return Source(chain, tuple(verify.read_steps(_step_lines(steps, chain))), lines)
     except verify.Broken as error:
         raise Permanent(str(error)) from error
-    except (LookupError, TypeError, AttributeError) as error:
+    except verify.WRONG as error:
         raise Permanent(f"the export is not as it was written: {error!r}") from error
 
 
@@ -74,7 +74,7 @@ def run_key(run: Path | None) -> Path:
 
 def _export(asked: argparse.Namespace) -> Iterable[str]:
     if asked.export is not None:
-        return [f"{line}\n" for line in _read(asked.export)]
+        return _read(asked.export)
     run = asked.run_dir
     if run is None and not (asked.orchestrator or os.environ.get("KEEPSTEP_ORCHESTRATOR")):
         run = newest_run(os.environ, Path.cwd())

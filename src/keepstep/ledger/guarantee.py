@@ -6,6 +6,7 @@ functions. Here is what comes before: the file, its signature, and the proof tha
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import tomllib
 from pathlib import Path
@@ -43,18 +44,23 @@ def load(path: Path) -> tuple[verify.Terms, str]:
     """The terms in a file, checked, and the file's digest."""
     try:
         raw = path.read_bytes()
-        terms = verify.read_terms(raw.decode())
+        terms = verify.Terms(**tomllib.loads(raw.decode()).get("guarantee", {}))
+        datetime.date.fromisoformat(terms.begins or "2026-01-31")
+        shares = {"promised": terms.promised, "confidence": terms.confidence}
+        within = {name: 0 < value < 1 for name, value in shares.items()}
+        sound = terms.gap_medians >= 1 and 1 <= terms.days < 100_000 and 0 <= terms.credit <= 1
+        sound = sound and terms.gap_seconds_min >= 0 and not isinstance(terms.excluded, str)
+        strange = set(terms.excluded) - KINDS
     except OSError as error:
         raise ConfigError(f"cannot read the terms {path}: {error.strerror}") from error
-    except (ValueError, tomllib.TOMLDecodeError, verify.Broken) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    for name, value in {"promised": terms.promised, "confidence": terms.confidence}.items():
-        if not 0 < value < 1:
-            raise ConfigError(f"{path}: {name} is a share, between 0 and 1")
-    if not (terms.gap_medians >= 1 and terms.days >= 1 and 0 <= terms.credit <= 1):
+    for name in (name for name, good in within.items() if not good):
+        raise ConfigError(f"{path}: {name} is a share, between 0 and 1")
+    if not sound:
         raise ConfigError(f"{path}: gap_medians and days are 1 or more, credit is a share")
-    if unknown := set(terms.excluded) - KINDS:
-        raise ConfigError(f"{path}: excluded knows {', '.join(sorted(KINDS))}, not {min(unknown)}")
+    if strange:
+        raise ConfigError(f"{path}: excluded knows {', '.join(sorted(KINDS))}, not {min(strange)}")
     return terms, digest(raw)
 
 

@@ -103,7 +103,7 @@ def waterfall(found: Account) -> str:
     if len(rows) > ROWS_MAX:
         longest = sorted(rows, key=lambda each: -each.rto_seconds)[:ROWS_MAX]
         drawn = [each for each in rows if each in longest]
-    scale = (WIDTH - LEFT - 70) / max(each.rto_seconds for each in drawn)
+    scale = (WIDTH - LEFT - 70) / max(0.001, *(each.rto_seconds for each in drawn))
     shapes = []
     for at, each in enumerate(drawn):
         y = 4 + at * 20

@@ -29,7 +29,7 @@ class Signer:
     def sign(self, message: bytes) -> str:
         secret, prefix = _expand(self.seed)
         nonce = _number(hashlib.sha512(prefix + message).digest()) % verify.L
-        first = verify.pack(verify.times(nonce, verify.BASE))
+        first = _pack(verify.times(nonce, verify.BASE))
         public = bytes.fromhex(self.public)
         challenge = _number(hashlib.sha512(first + public + message).digest()) % verify.L
         answer = (nonce + challenge * secret) % verify.L
@@ -51,7 +51,7 @@ def signer(seed: bytes) -> Signer:
     if len(seed) != 32:
         raise ConfigError("a signing key has 32 bytes")
     secret, _ = _expand(seed)
-    return Signer(seed, verify.pack(verify.times(secret, verify.BASE)).hex())
+    return Signer(seed, _pack(verify.times(secret, verify.BASE)).hex())
 
 
 def load(path: Path) -> Signer:
@@ -88,3 +88,7 @@ def _expand(seed: bytes) -> tuple[int, bytes]:
 
 def _number(raw: bytes) -> int:
     return int.from_bytes(raw, "little")
+
+
+def _pack(point: verify.Point) -> bytes:
+    return (point[1] | (point[0] & 1) << 255).to_bytes(32, "little")
