@@ -129,7 +129,7 @@ def read_chain(lines: Iterable[str], key: str = "") -> Chain:
     return Chain(job, tuple(bodies), tuple(hashes[1:]), by, withheld, terms)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, Any]]) -> Any:
     return dict(pairs) if len(dict(pairs)) == len(pairs) else int("a name came twice")
 
 

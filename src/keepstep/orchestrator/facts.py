@@ -8,21 +8,19 @@ these facts: the events alone decide.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 from keepstep.model import JobId
 from keepstep.orchestrator.state import Cluster, Incident, Job
 
-NEWEST = 64
-"""How many of the newest closed incidents may be of one step: a lost rack touches many jobs."""
 CAUSES_TOLD_MAX = 8
 
 
 def of(cluster: Cluster, jobs: Iterable[JobId], now: float) -> dict[str, dict[str, Any]]:
     """For each of these jobs: its state, its migration, its incident, and one that closed now."""
-    closed = {
-        incident.job: incident for incident in cluster.closed[-NEWEST:] if incident.closed_at == now
-    }
+    newest = takewhile(lambda incident: incident.closed_at == now, reversed(cluster.closed))
+    closed = {incident.job: incident for incident in newest}
     found = {}
     for name in jobs:
         job = cluster.jobs.get(name)

@@ -320,7 +320,7 @@ def finish(turn: Turn, job: Job, state: JobState, exit_code: int, why: str) -> N
     spares.clear(turn, job, exit_code, why)
     outcome = "fallback" if migration and migration.outcome == "fallback" else state.value
     close_incident(turn, job, outcome)
-    job.state = state
+    job.state, job.since = state, turn.now
     job.exit_code = exit_code
     job.detail = job.detail or why
     job.loan = None
@@ -328,9 +328,9 @@ def finish(turn: Turn, job: Job, state: JobState, exit_code: int, why: str) -> N
     cluster = turn.cluster
     cluster.open_jobs = tuple(name for name in cluster.open_jobs if name != job.spec.job)
     over = sorted(
-        (j for j in cluster.jobs.values() if j.state.over), key=lambda j: (j.since, j.spec.job)
+        (j for j in cluster.jobs.values() if j.state.over and j is not job),
+        key=lambda j: (j.since, j.spec.job),
     )
-    for old in over[:-JOBS_OVER_MAX]:
+    for old in over[: 1 - JOBS_OVER_MAX]:
         del cluster.jobs[old.spec.job]
-    job.since = turn.now
     start_waiting(turn)

@@ -291,7 +291,7 @@ class Orchestrator:
                 self._leave_out(item, error)
                 continue
             self.cluster = decision.cluster
-            self._steps.append(stepped_of(item, decision, now))
+            self._steps.append(stepped_of(item, decision, now, self._steps))
         self._commit()
 
     def _tick_now(self) -> events.Tick:

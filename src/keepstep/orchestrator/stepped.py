@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,9 +99,17 @@ def _order_line(order: wire.Order) -> dict[str, Any]:
     return {"generation": order.generation, "id": order.order_id, "kind": kind, "nodes": number}
 
 
-def stepped_of(waiting: Waiting, decision: brain.Decision, now: float) -> Stepped:
+def stepped_of(
+    waiting: Waiting, decision: brain.Decision, now: float, earlier: Sequence[Stepped] = ()
+) -> Stepped:
+    """Earlier: of the same batch. At the same instant, a closed incident is told by one of them."""
     jobs = jobs_touched(waiting.event, decision)
-    return Stepped(waiting, decision, jobs, facts.of(decision.cluster, jobs, now), now)
+    told = facts.of(decision.cluster, jobs, now)
+    for each in (each for each in told.values() if "closed" in each):
+        same = (told for done in earlier if done.now == now for told in done.facts.values())
+        if any(told.get("closed", {}).get("id") == each["closed"]["id"] for told in same):
+            del each["closed"]
+    return Stepped(waiting, decision, jobs, told, now)
 
 
 def records_of(last_seq: int, steps: list[Stepped]) -> list[dict[str, Any]]:
