@@ -77,7 +77,7 @@ def _is_accounted_for(run):
     assert found["good"], found
     assert found["heads"] >= 3
     incidents = [each for each in found["incidents"] if each["incident"].startswith("i")]
-    assert {each["standing"] for each in incidents} == {"resolved"}
+    assert "resolved" in {each["standing"] for each in incidents} <= {"resolved", "joined"}
 
 
 @pytest.mark.timeout(600)

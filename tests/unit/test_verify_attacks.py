@@ -269,3 +269,22 @@ def test_a_report_is_made_of_a_pause_of_no_length_and_not_written_nowhere(
     files = ["report", "--export", str(tmp_path / "export.jsonl"), "--steps", log, "-o", "html"]
     assert main(files) == 0
     assert main([*files, "--out", str(tmp_path / "nowhere" / "x")]) == 2
+
+
+def test_names_steer_no_terminal_and_no_browser(tmp_path: Path, capsys: Any) -> None:
+    story = usual(faults=1)
+    story.lines[4]["busy"] = {"<img src=x>|\x1b[2J": 0.01}
+    _, log = checked(tmp_path, story)
+    capsys.readouterr()
+    files = ["report", "--export", str(tmp_path / "export.jsonl"), "--steps", log]
+    assert main(files) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    assert main([*files, "-o", "markdown"]) == 0
+    assert "\\<img src=x\\>" in capsys.readouterr().out
+
+
+def test_a_run_whose_clock_was_set_back_has_an_account(tmp_path: Path) -> None:
+    story = usual(faults=1)
+    story.now -= 500
+    _, log = checked(tmp_path, story.begin().train(10).end())
+    assert main(["report", "--export", str(tmp_path / "export.jsonl"), "--steps", log]) == 0

@@ -144,5 +144,7 @@ def lines(found: Account, saved: Saved) -> Iterator[str]:
         yield from table(report.INCIDENT_HEADS, [*map(report.incident_row, found.incidents)])
     yield ""
     declared = found.guarantee.declared
-    listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in declared.items())
+    listed = ", ".join(
+        f"{report.plain(name)} {seconds:.1f} s" for name, seconds in declared.items()
+    )
     yield f"declared pauses: {listed or 'none'}"

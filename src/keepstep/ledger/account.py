@@ -326,7 +326,8 @@ def _work(steps: Sequence[Step], seated: int, peak_flops: float) -> Work | None:
 
 def _over_time(runs: Sequence[Run]) -> list[tuple[float, float]]:
     """Useful over paid, bucket by bucket; buckets in which nothing was paid are left out."""
-    begin, end = runs[0].begin, runs[-1].end
+    # The clock of a later run may have been set back.
+    begin, end = min(run.begin for run in runs), max(run.end for run in runs)
     width = max(1, -(-(end - begin) // BUCKETS))
     useful, paid = [0] * BUCKETS, [0] * BUCKETS
     for run in runs:

@@ -36,10 +36,22 @@ LABELS: Mapping[str, str] = {
 _SECOND = 1_000_000_000
 
 
+def plain(text: str) -> str:
+    """Names come from users: nothing in them may steer a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _escaped(text: str) -> str:
+    """The same for Markdown, whose readers also render HTML."""
+    return "".join(f"\\{c}" if c in "\\`*_[]<>|" else c for c in plain(text))
+
+
 def title(found: Account) -> str:
     state = "over" if found.over else "running"
     length = duration(found.ended_at - found.began_at)
-    return f"job {found.job}: {found.world} ranks, {found.steps:,} steps in {length}, {state}"
+    return (
+        f"job {plain(found.job)}: {found.world} ranks, {found.steps:,} steps in {length}, {state}"
+    )
 
 
 def sentences(found: Account, saved: Saved | None = None) -> Iterator[str]:
@@ -116,7 +128,7 @@ def spread_row(name: str, found: Spread, unit: str) -> list[str]:
 
 def markdown(found: Account, saved: Saved | None = None) -> str:
     """The same as a document."""
-    out = [f"# {title(found)}", ""]
+    out = [f"# {_escaped(title(found))}", ""]
     out += [f"- {sentence}" for sentence in sentences(found, saved)]
     out += [f"- Note: {note}." for note in found.notes]
     out += ["", "## Where the time went", ""]
@@ -131,7 +143,7 @@ def markdown(found: Account, saved: Saved | None = None) -> str:
     out += ["", "## Incidents", ""]
     out += _table([head.lower() for head in INCIDENT_HEADS], map(incident_row, found.incidents))
     declared = found.guarantee.declared
-    listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in declared.items())
+    listed = ", ".join(f"{_escaped(name)} {seconds:.1f} s" for name, seconds in declared.items())
     out += ["", f"Declared pauses: {listed or 'none'}.", ""]
     return "\n".join(out)
 
