@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from keepstep.cli import main
-from keepstep.ledger import guarantee, verify
+from keepstep.ledger import guarantee, report, verify
+from keepstep.ledger.account import account
 from tests.unit.account_story import SIGNER, Story, usual
 
 
@@ -288,3 +289,10 @@ def test_a_run_whose_clock_was_set_back_has_an_account(tmp_path: Path) -> None:
     story.now -= 500
     _, log = checked(tmp_path, story.begin().train(10).end())
     assert main(["report", "--export", str(tmp_path / "export.jsonl"), "--steps", log]) == 0
+
+
+def test_a_promise_is_not_kept_before_the_job_is_over() -> None:
+    running = Story().begin().train(20).fault().train(5)
+    assert report.promise(account(running.chain(), running.lines)).endswith("kept so far.")
+    over = usual(faults=1)
+    assert report.promise(account(over.chain(), over.lines)).endswith("kept.")

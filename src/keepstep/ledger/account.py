@@ -44,7 +44,7 @@ class IncidentAccount:
     outcome: str
     what: str
     standing: str
-    """As the guarantee sees it: resolved | missed | planned | excluded | open."""
+    """As the guarantee sees it: verify.Judged says which there are."""
     why: str
     generation: int
     boundary: int

@@ -34,7 +34,7 @@ confidence = 0.95       # of the interval around the rate (Wilson's)
 
 # Not counted, but listed: user_error (the script raised), stopped (by an operator), not_begun (no
 # step was committed yet, so none was lost), no_spare (none came within the hold time).
-# Planned moves are never counted, unless they lose something.
+# Planned moves are never counted, unless they lose something or pause for longer than a gap may be.
 excluded = ["user_error", "stopped", "not_begun"]
 """
 KINDS = frozenset({"user_error", "stopped", "not_begun", "no_spare"})

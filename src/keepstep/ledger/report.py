@@ -87,6 +87,7 @@ def promise(found: Account) -> str:
     if not kept.counted:
         return f"Nothing failed that counts; {found.terms.promised:.0%} were promised live."
     end = "kept" if kept.rate >= found.terms.promised else "MISSED"
+    end += "" if kept.finished else " so far"
     owed = f"; {kept.credit:.0%} of the fees are owed" if kept.credit else ""
     return (
         f"{kept.resolved} of {kept.counted} failures resolved live with no lost progress: "
