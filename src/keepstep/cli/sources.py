@@ -105,7 +105,7 @@ def _from_file(path: Path, job: str) -> list[str]:
 def _step_lines(given: Path | None, chain: verify.Chain) -> list[str]:
     if given is not None:
         return _read(given)
-    spec = chain.bodies[0]["entry"]["event"]["body"]["spec"]
+    spec = chain.bodies[0]["entry"]["event"]["body"].get("spec", {})
     path = Path(str(spec.get("state_directory") or "/nowhere")) / "steps.jsonl"
     return _read(path) if path.is_file() else []
 

@@ -79,4 +79,4 @@ def sign(path: Path, signer: Signer) -> Path:
 
 def named(chain: verify.Chain) -> str:
     """The digest of the terms that the job was submitted under; empty: none."""
-    return str(chain.bodies[0]["entry"]["event"]["body"]["spec"].get("terms", ""))
+    return min(chain.terms, default="")
