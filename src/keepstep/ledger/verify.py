@@ -366,7 +366,7 @@ def check(asked: argparse.Namespace) -> tuple[dict[str, Any], str]:
     end = "kept" if found.rate >= terms.promised else f"MISSED, owed: {found.credit:.0%} of fees"
     told = {"good": good, "job": chain.job, "links": links, "links_after_last_head": after}
     told |= {"links_withheld": chain.withheld, "key": chain.key or "NOBODY", "heads": heads}
-    told |= {"steps": [made[0], max(made)], "fallbacks": len(steps) - len(made)}
+    told |= {"steps": [made[0], max(made)], "fallbacks": sum("fallback_to" in s for s in steps)}
     told |= {"terms": asdict(terms)} | asdict(found)
     rate = f"{found.resolved} of {found.counted} resolved live: {found.rate:.1%} (Wilson "
     rate += f"{terms.confidence:.0%}: {found.low:.1%} to {found.high:.1%}), promised "
