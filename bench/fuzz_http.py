@@ -162,7 +162,7 @@ def attack(directory: Path, *, examples: int, seed: int) -> dict[str, Any]:
             _listen(target, found, caller, token)
         _check_effects(target, found)
         health = Client(target.url, OWN).health()
-        if health != {"status": "leading", "term": 1}:
+        if (health["status"], health["term"]) != ("leading", 1):
             found.fail("the orchestrator does not lead as before", health=health)
     finally:
         code = target.stop()
