@@ -21,6 +21,7 @@ from keepstep.orchestrator.journal import Journal
 from keepstep.orchestrator.journals import measured
 from keepstep.orchestrator.routes import Call, Route
 from keepstep.orchestrator.run import Orchestrator
+from keepstep.orchestrator.tokens import Role
 
 
 class Own:
@@ -69,6 +70,7 @@ ROUTES: tuple[Route, ...] = (
         lambda api, call: api.own.facts(call),
         "What it says of itself",
         "Own",
+        role=Role.VIEWER,
         shared=True,
     ),
 )

@@ -21,6 +21,7 @@ from keepstep.orchestrator.board import Account, Around, Fleet, board, fleet
 from keepstep.orchestrator.http import Reply, Response
 from keepstep.orchestrator.routes import Call, Route
 from keepstep.orchestrator.run import Orchestrator
+from keepstep.orchestrator.tokens import Role
 
 BOARD_SECONDS_MIN = 0.2
 """How old an answer may be: faster than anybody reads, and a phase takes longer."""
@@ -156,6 +157,7 @@ ROUTES: tuple[Route, ...] = (
         "What the live page shows",
         "Board",
         query={"fleet": "The fleet_version that you have: the same fleet is not sent again"},
+        role=Role.VIEWER,
         shared=True,
     ),
     Route(
@@ -164,6 +166,7 @@ ROUTES: tuple[Route, ...] = (
         lambda api, call: api.watching.metrics(call),
         "Everything in numbers, in Prometheus' text format",
         "text/plain",
+        role=Role.VIEWER,
         shared=True,
     ),
 )
