@@ -27,6 +27,7 @@ from keepstep import wire
 from keepstep.cli import main
 from keepstep.cli.client import Client, Refusal
 from keepstep.errors import Unreachable
+from keepstep.ledger.verify import read_chain
 from keepstep.model import JobId, JobSpec, NodeId, Phase, Rank, Sign, Term
 from keepstep.orchestrator.journal import verify
 from keepstep.orchestrator.journal_postgres import PostgresJournal
@@ -710,9 +711,12 @@ def test_decisions_are_told_as_they_happen_and_a_client_can_go_on_where_it_was(o
 
 def test_a_jobs_chain_can_be_exported_and_checked(one: Process):
     one.client.submit(spec())
-    lines = [json.loads(line) for line in one.client.journal(JOB)]
-    assert [line["number"] for line in lines] == list(range(1, len(lines) + 1))
-    assert json.loads(lines[0]["body"])["entry"]["event"]["kind"] == "Submitted"
+    *links, last = [json.loads(line) for line in one.client.journal(JOB)]
+    assert [link["number"] for link in links] == list(range(1, len(links) + 1))
+    assert json.loads(links[0]["body"])["entry"]["event"]["kind"] == "Submitted"
+    assert (last["seal"]["links"], last["seal"]["head"]) == (len(links), links[-1]["hash"])
+    # By the verifier itself, with the key that the seal names.
+    assert read_chain(one.client.journal(JOB), last["seal"]["key"]).job == JOB
 
 
 def test_heartbeats_are_never_stored(one: Process):
