@@ -254,7 +254,10 @@ def lose_one(found: Seen, sight: Sight, page: Page) -> None:
 
 def ask_prometheus(found: Seen, prometheus: Prometheus) -> None:
     resumed = 'keepstep_incidents_total{outcome="resumed"}'
+    training = 'sum(keepstep_agent_workers{state="training"})'
     prometheus.until(lambda: prometheus.value(resumed) == 1, "the incident in Prometheus")
+    # Every target is scraped at a moment of its own: the agents' last may be of the pause.
+    prometheus.until(lambda: prometheus.value(training) == 4, "the ranks at work in Prometheus")
     for query in (
         "keepstep_leading",
         resumed,
@@ -263,7 +266,7 @@ def ask_prometheus(found: Seen, prometheus: Prometheus) -> None:
         'keepstep_job_committed_step{job_name="demo"} > 0',
         'keepstep_nodes{state="ready"}',
         "sum(keepstep_agent_connected)",
-        'sum(keepstep_agent_workers{state="training"})',
+        training,
         'count({__name__=~"keepstep_.*|process_.*", job="keepstep-orchestrator"})',
         'max(count by (instance) ({__name__=~"keepstep_.*|process_.*", job="keepstep-agent"}))',
         'absent(ALERTS{alertname="ControlPlaneDown", alertstate="firing"})',

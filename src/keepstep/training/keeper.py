@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from keepstep.page import Mark, Page, page_path
 from keepstep.training import checkpoint, recovery, vote
 from keepstep.training.boundary import Boundary
 from keepstep.training.busy import Busy
+from keepstep.training.commits import Commits
 from keepstep.training.covering import Covering
 from keepstep.training.finding import Finding, Foresight
 from keepstep.training.groups import Groups, GroupsBroken
@@ -63,8 +64,6 @@ class Keeper:
         self.registry = Registry(place.rank, place.world_size)
         self.boundary = Boundary(self.registry)
         self.cursor: Cursor | None = None
-        self.committed = -1
-        self.callbacks: list[Callable[[int], None]] = []
         self.has_state = place.role == "worker"
         """A joiner holds nothing until it has received and verified."""
         self.saved = checkpoint.newest(place) if self.has_state else None
@@ -122,6 +121,7 @@ class Keeper:
         if place.rank == 0 and place.state_directory is not None:
             path = place.state_directory / "steps.jsonl"
         self.log = StepLog(path)
+        self.commits = Commits(self.page, self.log, joining=not self.has_state)
 
     def _hello(self) -> wire.WorkerHello:
         place = self.place
@@ -331,15 +331,8 @@ class Keeper:
 
     def _commit(self, step: int) -> None:
         # An unsettled run starts anew after a fault: its steps are not for anybody to see yet.
-        if step <= self.committed or self.unsettled:
-            return
-        first = self.committed + 1
-        self.committed = step
-        self.page.set_committed(step)
-        self.log.commit(step, self.page.head())
-        for number in range(max(first, 0), step + 1):
-            for callback in self.callbacks:
-                callback(number)
+        if not self.unsettled:
+            self.commits.here(step)
 
     def finish(self) -> bool:
         """After the last step one more world collective commits it. False: try again."""

@@ -102,7 +102,7 @@ def _header(keeper: Keeper) -> dict[str, Any]:
         "late": keeper.recorder.late,
         "plain": registry.plain(),
         "records": keeper.log.records(),
-        "committed": keeper.committed,
+        "committed": keeper.commits.newest,
     }
 
 
@@ -183,7 +183,7 @@ def _put(keeper: Keeper, landed: _Landed) -> None:
     if landed.move.portion == registry.holders.narrowest(keeper.place.rank):
         registry.load_plain(header["plain"], hidden=not landed.move.rebuilt)
         keeper.log.adopt(header["records"])
-        keeper.committed = int(header["committed"])
+        keeper.commits.elsewhere(int(header["committed"]))
 
 
 def agree_on_holders(groups: Groups, view: View) -> Holders:

@@ -267,7 +267,7 @@ def load_checkpoint(keeper: Keeper, found: checkpoint.Found) -> None:
     payload = checkpoint.load(found, keeper)
     take_private(keeper, payload, found.boundary)
     keeper.boundary.arrive(found.boundary)
-    keeper.committed = found.boundary - 1
+    keeper.commits.start_after(found.boundary - 1)
 
 
 def _leave(keeper: Keeper, exit_code: int) -> NoReturn:

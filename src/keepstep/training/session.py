@@ -205,7 +205,7 @@ class Session:
     @property
     def committed(self) -> int:
         """The last step that survives the loss of any one failure domain; -1 for none yet."""
-        return self._keeper.committed if self._keeper is not None else self._step - 1
+        return self._keeper.commits.newest if self._keeper is not None else self._step - 1
 
     def recover(self, error: BaseException) -> bool:
         """Handle what a step raised: True if it was a fault and training may go on."""
@@ -245,7 +245,7 @@ class Session:
     def on_commit(self, callback: Callable[[int], None]) -> None:
         """Call back with each step's number once it is committed: the place for side effects."""
         if self._keeper is not None:
-            self._keeper.callbacks.append(callback)
+            self._keeper.commits.callbacks.append(callback)
 
     @contextlib.contextmanager
     def busy(self, name: str, *, seconds_max: float) -> Iterator[None]:
