@@ -182,6 +182,8 @@ def test_a_long_chain_is_exported_whole(reopen: Open):
     now = journal.begin_term()
     journal.append(now.term, now.head, [entry(str(n), A) for n in range(1234)])
     assert [link.number for link in journal.export(A)] == list(range(1, 1235))
+    assert [link.number for link in journal.export(A, after=1200)] == list(range(1201, 1235))
+    assert [*journal.export(A, after=1234)] == []
     verify(journal)
 
 

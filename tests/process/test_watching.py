@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -234,7 +235,7 @@ def scraping(cluster: LocalCluster, directory: Path) -> Prometheus | None:
 
 def lose_one(found: Seen, sight: Sight, page: Page) -> None:
     running = "document.querySelector('#jobs .pill').textContent === 'running'"
-    page.wait(f"{running} && /step\\n\\d\\d/.test(document.body.innerText)", SECONDS_MAX)
+    page.wait(f"{running} && /^step\\n\\d\\d/m.test(document.body.innerText)", SECONDS_MAX)
     found.before = page.text()
     os.kill(sight.pid_of(VICTIM), signal.SIGKILL)
     if os.environ.get("KEEPSTEP_SHOTS"):
@@ -258,7 +259,7 @@ def ask_prometheus(found: Seen, prometheus: Prometheus) -> None:
     prometheus.until(lambda: prometheus.value(resumed) == 1, "the incident in Prometheus")
     # Every target is scraped at a moment of its own: the agents' last may be of the pause.
     prometheus.until(lambda: prometheus.value(training) == 4, "the ranks at work in Prometheus")
-    for query in (
+    queries = (
         "keepstep_leading",
         resumed,
         "keepstep_incident_pause_seconds_count",
@@ -266,14 +267,22 @@ def ask_prometheus(found: Seen, prometheus: Prometheus) -> None:
         'keepstep_job_committed_step{job_name="demo"} > 0',
         'keepstep_nodes{state="ready"}',
         "sum(keepstep_agent_connected)",
+        'keepstep_guarantee_live_ratio{job_name="demo"}',
+        'keepstep_job_goodput_ratio{job_name="demo"} > 0.1',
         training,
         'count({__name__=~"keepstep_.*|process_.*", job="keepstep-orchestrator"})',
         'max(count by (instance) ({__name__=~"keepstep_.*|process_.*", job="keepstep-agent"}))',
         'absent(ALERTS{alertname="ControlPlaneDown", alertstate="firing"})',
-    ):
-        found.numbers[query] = prometheus.value(query)
-    active = prometheus.get("targets")["activeTargets"]
-    found.targets = {target["scrapeUrl"]: target["health"] for target in active}
+    )
+
+    def look() -> bool:
+        """All in one look: a scrape that took too long leaves a hole, and the next one fills it."""
+        found.numbers = {query: prometheus.value(query) for query in queries}
+        active = prometheus.get("targets")["activeTargets"]
+        found.targets = {target["scrapeUrl"]: target["health"] for target in active}
+        return None not in found.numbers.values() and set(found.targets.values()) == {"up"}
+
+    prometheus.until(look, "every number in Prometheus")
     groups = prometheus.get("rules")["groups"]
     found.numbers["rules"] = sum(len(group["rules"]) for group in groups)
 
@@ -300,6 +309,9 @@ def test_the_incident_appears_and_resolves_on_the_page_without_a_reload(seen: Se
     assert "Nothing is wrong now. What was:" in seen.after
     assert "resumed" in seen.after
     assert "pause " in seen.after
+    assert "Resolved live\n–\nno failure counts so far" in seen.before
+    assert "Resolved live\n100%\nof 1 failure" in seen.after
+    assert re.search(r"Goodput\n\d\d?\.\d\d%\nof all jobs, to date", seen.after)
     assert seen.marked == "this very page", "it was loaded anew"
 
 
@@ -326,6 +338,8 @@ def test_prometheus_scrapes_orchestrator_and_agents_of_a_running_job(seen: Seen)
     assert numbers["keepstep_incident_pause_seconds_count"] == 1
     assert numbers['keepstep_nodes{state="ready"}'] == 3
     assert numbers["sum(keepstep_agent_connected)"] == 3
+    assert numbers['keepstep_guarantee_live_ratio{job_name="demo"}'] == 1
+    assert 0.1 < (numbers['keepstep_job_goodput_ratio{job_name="demo"} > 0.1'] or 0) < 1
     assert numbers['sum(keepstep_agent_workers{state="training"})'] == 4
     assert numbers["rules"] == 7
     orchestrators, agents = [v or 0 for name, v in numbers.items() if "count" in name][1:]

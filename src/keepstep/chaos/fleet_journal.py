@@ -84,8 +84,9 @@ class MemoryJournal:
                 return Loaded(codec.loads(body), at_seq, self._entries_after(at_seq))
         return Loaded(None, 0, self._entries_after(0))
 
-    def export(self, chain: str) -> Iterator[Link]:
-        for _, number, hash_, seq, body in tuple(self._links.get(chain, ())):
+    def export(self, chain: str, after: int = 0) -> Iterator[Link]:
+        self._answer()
+        for _, number, hash_, seq, body in tuple(self._links.get(chain, ()))[after:]:
             yield Link(number, hash_, self._entries[seq] if seq is not None else body or "")
 
     def close(self) -> None:

@@ -199,7 +199,8 @@ def _base_run(chain: Chain, entries: Sequence[Entry], until: int) -> Run:
         if over:
             break
         if end > at:
-            segments.append(replace(_segment(facts), begin=at, end=end))
+            incident, planned = str(facts.get("incident", "")), facts.get("kind") == "planned"
+            segments.append(Segment(at, end, spent_on(facts), incident, planned))
             if facts.get("spares"):
                 spares.append((at, end, int(facts["spares"])))
     end = segments[-1].end if segments else moments[0]
@@ -214,19 +215,16 @@ def _moments(entries: Iterable[Entry]) -> list[int]:
     return moments
 
 
-def _segment(facts: Mapping[str, Any]) -> Segment:
-    """Of no length yet: what a job that stands like this spends its time on."""
+def spent_on(facts: Mapping[str, Any]) -> Spent:
+    """What a job that stands like this spends its time on."""
     state, phase = str(facts.get("state", "waiting")), str(facts.get("phase", ""))
-    incident, planned = str(facts.get("incident", "")), facts.get("kind") == "planned"
     if facts.get("kind") == "start":
-        spent = Spent.STARTUP
-    elif phase == "resume" and facts.get("cold"):
-        spent = Spent.FALLBACK
-    elif state in ("waiting", "parked"):
-        spent = _STATES[state]
-    else:
-        spent = _PHASES.get(phase) or _STATES.get(state, Spent.USEFUL)
-    return Segment(0, 0, spent, incident, planned)
+        return Spent.STARTUP
+    if phase == "resume" and facts.get("cold"):
+        return Spent.FALLBACK
+    if state in ("waiting", "parked"):
+        return _STATES[state]
+    return _PHASES.get(phase) or _STATES.get(state, Spent.USEFUL)
 
 
 def _overlaid(run: Run, entries: Sequence[Entry]) -> Run:

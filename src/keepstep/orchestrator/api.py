@@ -74,6 +74,7 @@ from keepstep.orchestrator import (
     watching,
 )
 from keepstep.orchestrator.access import Gate, Sight
+from keepstep.orchestrator.accounts import Accounts
 from keepstep.orchestrator.exporting import exported
 from keepstep.orchestrator.http import (
     BadRequest,
@@ -119,7 +120,7 @@ class Api:
         self._rules = rules
         self._log = log
         self._signer = signer
-        self.watching = watching.Watching(orchestrator)
+        self.watching = watching.Watching(orchestrator, Accounts(journal))
         self.own = own.Own(orchestrator, journal)
 
     async def handle(self, request: Request) -> Reply:

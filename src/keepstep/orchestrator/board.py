@@ -236,6 +236,8 @@ class Board:
     rank_words: dict[str, Key]
     jobs: tuple[JobCard, ...]
     jobs_not_shown: int
+    account: Account | None
+    """Of all jobs together; a promise is kept or broken to one job's owner, so there is none."""
     open: tuple[Story, ...]
     closed: tuple[Story, ...]
     """The newest first."""
@@ -256,6 +258,7 @@ class Around:
     trouble: str = ""
     heartbeats: Iterable[Heartbeat] = ()
     account: Callable[[JobId], Account | None] = field(default=lambda _: None)
+    account_of_all: Account | None = None
 
 
 def board(cluster: Cluster, around: Around, whole: Fleet, fleet_version: str = "") -> Board:
@@ -286,6 +289,7 @@ def board(cluster: Cluster, around: Around, whole: Fleet, fleet_version: str = "
             for job in jobs[:JOBS_MAX]
         ),
         jobs_not_shown=max(0, len(jobs) - JOBS_MAX),
+        account=around.account_of_all,
         open=tuple(stories),
         closed=tuple(story(i, cluster.jobs.get(i.job), now) for i in newest),
         taints=tuple(taints),

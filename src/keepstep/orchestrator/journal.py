@@ -121,8 +121,8 @@ class Journal(Protocol):
     def load(self) -> Loaded:
         """What a restart needs, and no more."""
 
-    def export(self, chain: str) -> Iterator[Link]:
-        """A chain from its first link; CLUSTER, or a job's name."""
+    def export(self, chain: str, after: int = 0) -> Iterator[Link]:
+        """A chain, from the link after this number on; CLUSTER, or a job's name."""
 
     def close(self) -> None:
         """Let go of the store, and of the lease."""

@@ -380,9 +380,9 @@ class PostgresJournal:
         with self._session(CALL_SECONDS_MAX) as connection:
             return tuple(connection.execute(_TAIL, (after, TAIL_ENTRIES_MAX)).fetchall())
 
-    def export(self, chain: str) -> Iterator[Link]:
+    def export(self, chain: str, after: int = 0) -> Iterator[Link]:
         # Pages rather than one cursor: the loop appends between two pages and nothing is locked.
-        number = 0
+        number = after
         while True:
             with self._session(BRIEF_SECONDS_MAX) as connection:
                 rows = connection.execute(_PAGE, (chain, number)).fetchall()

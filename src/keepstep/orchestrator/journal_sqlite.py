@@ -125,9 +125,9 @@ class SqliteJournal:
                 return Loaded(codec.loads(body), at_seq, self._entries_after(at_seq))
         return Loaded(None, 0, self._entries_after(0))
 
-    def export(self, chain: str) -> Iterator[Link]:
+    def export(self, chain: str, after: int = 0) -> Iterator[Link]:
         # Pages rather than one cursor: the loop appends between two pages and nothing is locked.
-        number = 0
+        number = after
         while True:
             rows = self._connection.execute(
                 "SELECT number, hash, coalesce(links.body, entries.body) FROM links "

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from keepstep import codec, exposition, logs
-from keepstep.model import JobId
 from keepstep.orchestrator import metrics
-from keepstep.orchestrator.board import Account, Around, Fleet, board, fleet
+from keepstep.orchestrator.accounts import Accounts
+from keepstep.orchestrator.board import Around, Fleet, board, fleet
 from keepstep.orchestrator.http import Reply, Response
 from keepstep.orchestrator.routes import Call, Route
 from keepstep.orchestrator.run import Orchestrator
@@ -51,13 +51,9 @@ HEADERS = {
 class Watching:
     """What is kept between two looks."""
 
-    def __init__(
-        self,
-        orchestrator: Orchestrator,
-        account: Callable[[JobId], Account | None] = lambda _: None,
-    ) -> None:
+    def __init__(self, orchestrator: Orchestrator, accounts: Accounts) -> None:
         self._orchestrator = orchestrator
-        self._account = account
+        self._accounts = accounts
         self._tally = metrics.Tally()
         self._files: dict[str, bytes] = {}
         self._next_at = float("-inf")
@@ -87,12 +83,14 @@ class Watching:
 
     def _make(self, now: float) -> None:
         here = self._orchestrator
+        self._read_on()
         around = Around(
             now=now,
             seq=here.history[-1]["seq"] if here.history else 0,
             trouble=here.cut_off,
             heartbeats=here.heartbeats,
-            account=self._account,
+            account=lambda job: self._accounts.of(job, now),
+            account_of_all=self._accounts.of_all(now),
         )
         made = board(here.cluster, around, self._current_fleet(around.seq), self._version)
         made = dataclasses.replace(made, term=here.term)
@@ -101,6 +99,12 @@ class Watching:
         assert self._rest.count(b'"fleet":null,') == 1
         told = b'"fleet":' + self._fleet_bytes + b","
         self._whole = self._rest.replace(b'"fleet":null,', told)
+
+    def _read_on(self) -> None:
+        """Not while the journal is away: asking it again and again would hold up the loop."""
+        here = self._orchestrator
+        if not (here.cut_off or here.keeping()["away"]):
+            self._accounts.look(here.cluster.jobs)
 
     def _current_fleet(self, seq: int) -> Fleet:
         """It changes with a decision, or with who is connected, and not otherwise."""
@@ -116,18 +120,20 @@ class Watching:
     async def metrics(self, _: Call) -> Reply:
         """Everything in numbers, for Prometheus."""
         here = self._orchestrator
+        now = here.now()
         self._tally.hear(here.cluster.closed)
+        self._read_on()
         jobs = [job.spec.job for job in metrics.named_jobs(here.cluster)]
-        found = {job: account for job in jobs if (account := self._account(job)) is not None}
+        known = {job: self._accounts.of(job, now) for job in jobs}
         facts = metrics.Facts(
-            now=here.now(),
+            now=now,
             leading=not here.cut_off,
             connected=len(here.connected),
             heartbeats=here.heartbeats,
             decisions=here.history[-1]["seq"] if here.history else 0,
             lines_told=logs.lines_told,
             events_told=logs.events_told,
-            accounts=found,
+            accounts={job: account for job, account in known.items() if account is not None},
         )
         told = [*metrics.families(here.cluster, self._tally, facts), *exposition.of_process()]
         return Response(200, exposition.text(told).encode(), exposition.CONTENT_TYPE)

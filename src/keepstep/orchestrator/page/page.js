@@ -211,17 +211,16 @@ function showBanner(board) {
 function showTiles(board) {
   const { totals } = board;
   const unwell = totals.nodes - totals.nodes_ready;
-  const account = board.jobs.find((job) => job.account);
+  const jobs = board.jobs.filter((job) => !job.over).length + board.jobs_not_shown;
   const open = board.open.length;
   const tiles = [
     ["Nodes", count(totals.nodes), unwell ? `${count(unwell)} not ready` : "all ready", unwell ? "busy" : ""],
     ["Devices training", count(totals.devices_training), `of ${count(totals.devices)}`, ""],
     ["Spares", count(totals.standbys_ready), `warm; ${plural(totals.devices_free, "free device")}`, ""],
     ["Open incidents", count(open), open ? board.open.map((story) => story.job).join(", ") : "nothing is wrong", open ? "busy" : "good"],
-    goodputTile(account),
-    guaranteeTile(account),
+    goodputTile(board.account),
+    liveTile(board.account),
   ];
-  const jobs = board.jobs.filter((job) => !job.over).length + board.jobs_not_shown;
   put(byId("headline"), `${plural(jobs, "job")} · term ${board.term}`);
   keyed(byId("tiles"), tiles, (tile) => tile[0], (tile) => {
     const box = make("div");
@@ -234,16 +233,19 @@ function showTiles(board) {
   });
 }
 
-function goodputTile(job) {
-  if (!job || job.account.goodput === null) return ["Goodput", "–", "no account is kept here yet", "none"];
-  return ["Goodput", ratio(job.account.goodput), `of ${job.id}, to date`, ""];
+function goodputTile(account) {
+  if (!account || account.goodput === null) return ["Goodput", "–", "nothing was paid for yet", "none"];
+  return ["Goodput", ratio(account.goodput), "of all jobs, to date", ""];
 }
 
-function guaranteeTile(job) {
-  if (!job || job.account.live_ratio === null) return ["Guarantee", "–", "no account is kept here yet", "none"];
-  const { live_ratio: live, target_ratio: target, failures } = job.account;
-  const promised = target === null ? "" : `promised ${ratio(target)}; `;
-  return ["Guarantee", ratio(live), `${promised}${plural(failures, "failure")}`, target !== null && live < target ? "bad" : "good"];
+function liveTile(account) {
+  if (!account || account.live_ratio === null) return ["Resolved live", "–", "no failure counts so far", "none"];
+  return ["Resolved live", ratio(account.live_ratio), `of ${plural(account.failures, "failure")}`, ""];
+}
+
+function promise({ live_ratio: live, target_ratio: target, failures }) {
+  const promised = target === null ? "" : `, promised ${ratio(target)}`;
+  return `${ratio(live)} of ${plural(failures, "failure")} resolved live${promised}`;
 }
 
 // ------------------------------------------------------------------ incidents
@@ -393,6 +395,7 @@ function updateJob(box, job, board, width) {
   ];
   if (job.fallbacks) facts.push(["fallbacks", count(job.fallbacks)]);
   if (job.account && job.account.goodput !== null) facts.push(["goodput", ratio(job.account.goodput)]);
+  if (job.account && job.account.live_ratio !== null) facts.push(["guarantee", promise(job.account)]);
   keyed(box.querySelector(".facts"), facts, (fact) => fact[0], (fact) => {
     const pair = make("div");
     pair.append(make("dt", "", fact[0]), make("dd"));
