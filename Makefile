@@ -93,7 +93,7 @@ test: test-fast test-process ## the fast lane, then the process tests
 test-fast: ## unit, transcripts, contracts, simulation; prints how long it took
 	@mkdir -p $(LOGS)
 	@start=$$SECONDS; \
-	$(BOUND) 600 $(PY) -m pytest -q --durations=5 $(FAST) 2>&1 | tee $(LOGS)/fast.log; \
+	$(BOUND) 600 $(PY) -m pytest -q -n 2 --dist loadfile --durations=5 $(FAST) 2>&1 | tee $(LOGS)/fast.log; \
 	echo "fast lane: $$((SECONDS - start)) s"
 
 # One after another: these tests measure time and kill processes, and neither bears company.
