@@ -11,7 +11,7 @@ import pytest
 from keepstep.cli import main
 from keepstep.ledger import guarantee, report, verify
 from keepstep.ledger.account import account
-from tests.unit.account_story import SIGNER, Story, usual
+from tests.unit.account_story import JOB, SIGNER, Story, usual
 
 
 def checked(directory: Path, story: Story, *more: str, steps: str = "") -> tuple[int, str]:
@@ -296,3 +296,18 @@ def test_a_promise_is_not_kept_before_the_job_is_over() -> None:
     assert report.promise(account(running.chain(), running.lines)).endswith("kept so far.")
     over = usual(faults=1)
     assert report.promise(account(over.chain(), over.lines)).endswith("kept.")
+
+
+def test_a_job_that_stood_still_until_it_was_stopped_did_not_end_well() -> None:
+    def stopped(quiet: float) -> Story:
+        story = Story().begin().train(20).later(quiet)
+        return story.entry("StopAsked", {"why": "enough"}, state="stopped")
+
+    (gap,) = judged(stopped(600.0)).incidents
+    assert (gap.incident, gap.standing) == ("gap-end", "missed")
+    assert gap.why == "600 s without a step, unexplained"
+    assert judged(stopped(5.0)).incidents == ()
+    # Submitted again, and stopped before anything ran.
+    again = stopped(5.0).later(600.0).entry("Submitted", {"spec": {"job": JOB}}, state="waiting")
+    again.later(600.0).entry("StopAsked", {"why": "never mind"}, state="stopped")
+    assert judged(again).incidents == ()

@@ -1,9 +1,7 @@
 """Check a job's account with Python alone: `python verify.py export.jsonl steps.jsonl --key KEY`.
 
-For whoever pays: this file, the exported chain of the job, and the step log that the job wrote.
-Checked are the hash of each link, the signature below them, and that every head that your step log
-quotes is in this chain: one that was written anew does not have them, whoever signed it. Then it
-reckons what your step log shows as resolved live. Exit 1: it does not fit; 2: no key, or no head.
+For whoever pays. Checked are each link's hash, the signature below, and that every head that your
+step log quotes is there: a chain written anew lacks them. Exit 1: it does not fit; 2: no key, head.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from typing import Any
 ROOT = hashlib.sha256(b"keepstep journal 1").hexdigest()
 EXPORT, TERMS = b"keepstep export 1\n", b"keepstep terms 1\n"  # what is signed begins with its kind
 EXCLUDED = {"failed": "user_error", "saved": "no_spare", "restart": "not_begun"}
-BUSY = ("running", "migrating", "held")
 WISHED = ("moved", "abandoned", "parked", "saved", "stopped")
-OVER = ("finished", "saved", "failed", "stopped")
+BUSY, OVER = ("running", "migrating", "held"), ("finished", "saved", "failed", "stopped")
 Lines = Sequence[Mapping[str, Any]]
 Stretch = tuple[dict[str, Any], dict[str, Any], range, int, float, float]
 """Two steps, the generations begun between, gone back to or -1, seconds not declared, declared."""
@@ -229,16 +226,18 @@ class Guarantee:  # the rate, Wilson's interval around it, and what it is made o
 class Told:  # what the chain says, by generation and incident; as many as the job counted
     def __init__(self, chain: Chain) -> None:
         self.owner: dict[int, str] = {}  # of a generation: the incident that it began in, or start
-        self.opened, self.closed = dict[str, float](), dict[str, dict[str, Any]]()
+        self.opened, self.closed, seen = dict[str, float](), dict[str, dict[str, Any]](), set[str]()
         self.digests: dict[int, set[tuple[str, str]]] = {}
-        self.last, self.hidden, asked, orderly, seen = dict[str, Any](), 0, 1e99, True, set[str]()
+        self.last, self.hidden, self.quit, asked, orderly = dict[str, Any](), 0, 0.0, 1e99, True
         for body in chain.bodies:
             facts, event, now = chain.facts(body), body["entry"]["event"], body["entry"]["now"]
             closed, state = facts.get("closed", {}), self.last.get("state", "")
             if event["kind"] == "Submitted":  # Anew, maybe: it may count from none again.
                 orderly, asked = state in ("", *OVER), 1e99
                 seen = seen if facts.get("incidents") else set()
-            asked = min(asked, now) if event["kind"] == "StopAsked" else asked
+            if event["kind"] == "StopAsked":
+                alone = state in BUSY and "incident" not in self.last
+                asked, self.quit = min(asked, now), now if alone else 0.0
             if event["kind"] == "PhaseReport" and event["body"]["phase"] == "verify":
                 agreed = {e for s in event["body"]["seats"] for e in s.get("digests", {}).items()}
                 self.digests.setdefault(event["body"]["generation"], set()).update(agreed)
@@ -279,6 +278,8 @@ def guarantee(chain: Chain, steps: Lines, terms: Terms) -> Guarantee:
     for name, at in told.opened.items():
         long = told.last["now"] - at > limit or name != told.last.get("incident")
         judged.append(Judged(name, at, "missed" if long else "open", "not resolved"))
+    tail = told.quit - (found[-1][1].get("at", 1e99) if found else 1e99)  # By two clocks.
+    found += [(found[-1][1], {"step": "end"}, range(0), -1, tail, 0.0)] if tail > 60 else []
     for n, (one, two, new, back, seconds, busy) in enumerate(found):
         owners, why = {told.owner.get(g, "") for g in new}, ""
         waiting = owners & told.opened.keys()  # What is open explains one change, and no more.
@@ -302,10 +303,9 @@ def guarantee(chain: Chain, steps: Lines, terms: Terms) -> Guarantee:
     rate, declared = resolved / counted if counted else 1.0, dict[str, float]()
     for name, length in (each for line in steps for each in line.get("busy", {}).items()):
         declared[name] = declared.get(name, 0.0) + length
-    low, high = wilson(resolved, counted, terms.confidence)
-    owed, finished = terms.credit if rate < terms.promised else 0.0, told.last.get("state") in OVER
-    listed = tuple(judged), declared, tuple(notes)
-    return Guarantee(resolved, counted, rate, low, high, owed, *listed, finished)
+    figures = resolved, counted, rate, *wilson(resolved, counted, terms.confidence)
+    listed = tuple(judged), declared, tuple(notes), told.last.get("state") in OVER
+    return Guarantee(*figures, terms.credit * (rate < terms.promised), *listed)
 
 
 def _judged(closed: Mapping[str, Any], mine: Stretch | None, terms: Terms, limit: float) -> Judged:
