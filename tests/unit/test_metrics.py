@@ -18,7 +18,7 @@ from keepstep.agent.run import AgentConfig
 from keepstep.errors import ConfigError
 from keepstep.exposition import Family, Sample, Spread
 from keepstep.model import Endpoint, JobId, JobState, Mode, NodeId, Phase, Policy, Severity
-from keepstep.orchestrator import metrics, state
+from keepstep.orchestrator import board, metrics, state, view
 from keepstep.orchestrator.board import Account
 from keepstep.orchestrator.metrics import Facts, Tally
 from keepstep.page import Mark, Progress
@@ -166,6 +166,18 @@ def test_each_incident_is_counted_once_however_often_somebody_looks():
     assert found['keepstep_incidents_total{outcome="fallback"}'] == 2
     assert found['keepstep_incident_pause_seconds_bucket{le="+Inf"}'] == 5
     assert found["keepstep_incident_pause_seconds_count"] == 5
+
+
+def test_the_pause_of_a_fault_that_was_told_late_is_the_one_that_the_page_shows():
+    made = synthetic.cluster(SMALL)
+    late = replace(made.closed[-1], late_seconds=7.0)
+    late.seconds["warm"] = 2.0
+    tally = Tally()
+    tally.hear([late])
+    story = board.story(late, None, synthetic.NOW)
+    assert tally.pauses.sum == view.incident_view(late)["pause_seconds"] == story.pause_seconds
+    assert story.lasted_seconds == pytest.approx(late.closed_at - late.opened_at + 7.0)
+    assert tally.pauses.sum == pytest.approx(story.lasted_seconds - 2.0)
 
 
 # --- the format -----------------------------------------------------------------------------------

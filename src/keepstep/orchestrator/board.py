@@ -169,7 +169,7 @@ class Story:
     tone: str
     opened_at: float
     lasted_seconds: float
-    """Until now, if it is open."""
+    """From the fault on; until now, if it is open."""
     pause_seconds: float | None
     """Of it, without training; known when it is over."""
     seen: tuple[str, ...]
@@ -466,11 +466,6 @@ def _notes(cluster: Cluster, job: Job, alone: int, now: float) -> Iterable[str]:
 # ---------------------------------------------------------------- incidents
 
 
-def training_seconds(incident: Incident) -> float:
-    """Of its time, what was spent training: while targets warm up and a boundary is agreed."""
-    return sum(incident.seconds.get(phase, 0.0) for phase in (Phase.WARM, Phase.AGREE))
-
-
 def story(incident: Incident, job: Job | None, now: float) -> Story:
     """One incident. `job` says where its migration is, while the incident is open."""
     plain = view.incident_view(incident)
@@ -484,7 +479,7 @@ def story(incident: Incident, job: Job | None, now: float) -> Story:
         outcome=plain["outcome"],
         tone="bad" if stuck else shown.outcome_tone(plain["outcome"]),
         opened_at=incident.opened_at,
-        lasted_seconds=max(0.0, (incident.closed_at if closed else now) - incident.opened_at),
+        lasted_seconds=view.lasted_seconds(incident, now),
         pause_seconds=plain["pause_seconds"],
         seen=tuple(shown.cause_lines(plain)),
         phases=tuple(_steps(incident, None if closed else job, now)),

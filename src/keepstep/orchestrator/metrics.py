@@ -30,8 +30,9 @@ from keepstep.exposition import (
 )
 from keepstep.model import JobId, JobState, Mode, Phase, Rank, Severity
 from keepstep.orchestrator import portions, shown, slots
-from keepstep.orchestrator.board import Account, training_seconds
+from keepstep.orchestrator.board import Account
 from keepstep.orchestrator.state import Cluster, Incident, Job, NodeState
+from keepstep.orchestrator.view import pause_seconds
 from keepstep.wire import Heartbeat
 
 SERIES_MAX = 5000
@@ -69,8 +70,7 @@ class Tally:
             self._counted = incident.incident
             self.outcomes[incident.outcome] += 1
             if incident.outcome in ("resumed", "moved"):
-                lasted = incident.closed_at - incident.opened_at
-                self.pauses.add(max(0.0, lasted - training_seconds(incident)))
+                self.pauses.add(pause_seconds(incident))
             for phase, seconds in incident.seconds.items():
                 self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 

@@ -241,10 +241,6 @@ def _is_empty(cluster: Cluster, state: NodeState) -> bool:
 def incident_view(incident: Incident) -> dict[str, Any]:
     """One incident with its story and the pause by phase."""
     closed = incident.closed_at >= 0
-    # While targets warm up and a boundary is agreed upon, everybody trains.
-    training = sum(incident.seconds.get(phase, 0.0) for phase in (Phase.WARM, Phase.AGREE))
-    # A fault that nobody could be told of was there before its incident.
-    began_at = incident.opened_at - incident.late_seconds
     return {
         "id": incident.incident,
         "job": incident.job,
@@ -258,5 +254,19 @@ def incident_view(incident: Incident) -> dict[str, Any]:
         "causes_count": incident.causes_count,
         "story": [[line.at, line.phase, line.why] for line in incident.story],
         "seconds": dict(incident.seconds),
-        "pause_seconds": incident.closed_at - began_at - training if closed else None,
+        "pause_seconds": pause_seconds(incident) if closed else None,
     }
+
+
+def lasted_seconds(incident: Incident, now: float) -> float:
+    """From the fault to the incident's end, or until now while it is open."""
+    # A fault that nobody could be told of was there before its incident.
+    began_at = incident.opened_at - incident.late_seconds
+    return max(0.0, (incident.closed_at if incident.closed_at >= 0 else now) - began_at)
+
+
+def pause_seconds(incident: Incident) -> float:
+    """Of a closed incident: how long nobody trained."""
+    # While targets warm up and a boundary is agreed upon, everybody trains.
+    training = sum(incident.seconds.get(phase, 0.0) for phase in (Phase.WARM, Phase.AGREE))
+    return max(0.0, lasted_seconds(incident, incident.closed_at) - training)
