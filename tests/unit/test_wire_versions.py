@@ -35,10 +35,10 @@ from keepstep.model import (
     Sign,
     Term,
 )
-from keepstep.orchestrator import events, state
+from keepstep.orchestrator import events, replica, state
 from keepstep.orchestrator.journal import CLUSTER, Loaded, verify
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
-from keepstep.orchestrator.replaying import replayed, snapshot_of
+from keepstep.orchestrator.replaying import snapshot_of
 
 V1 = Path(__file__).resolve().parents[1] / "wire" / "v1"
 TABLE = json.loads((V1 / "table.json").read_text(encoding="utf-8"))
@@ -340,9 +340,9 @@ def test_a_journal_that_version_1_wrote_is_whole_and_replays(journal: SqliteJour
     assert heads.keys() == {CLUSTER, "small", "train"}
     assert loaded.at_seq == 120
     assert len(loaded.entries) == 13
-    cluster, moment = replayed(loaded)
-    assert set(cluster.jobs) == {"small", "train"}
-    assert moment >= loaded.snapshot["now"]
+    found = replica.of(loaded)
+    assert set(found.cluster.jobs) == {"small", "train"}
+    assert found.moment >= loaded.snapshot["now"]
 
 
 def test_all_of_it_replays_from_its_first_snapshot(journal: SqliteJournal):
@@ -352,23 +352,23 @@ def test_all_of_it_replays_from_its_first_snapshot(journal: SqliteJournal):
         "SELECT body FROM snapshots ORDER BY seq LIMIT 1"
     ).fetchone()
     assert len(entries) == 133
-    cluster, _ = replayed(Loaded(json.loads(first), 0, entries))
-    assert set(cluster.jobs) == {"small", "train"}
+    found = replica.of(Loaded(json.loads(first), 0, entries))
+    assert set(found.cluster.jobs) == {"small", "train"}
 
 
 def test_it_goes_on_in_this_version_and_is_read_again(journal: SqliteJournal):
-    cluster, moment = replayed(journal.load())
+    found = replica.of(journal.load())
     standing = journal.begin_term()
-    plain = snapshot_of(cluster, moment)
+    plain = snapshot_of(found.cluster, found.moment)
     journal.snapshot(standing.term, standing.head, plain, standing.seq)
-    again, _ = replayed(journal.load())
-    assert state.fingerprint(again) == state.fingerprint(cluster)
+    again = replica.of(journal.load())
+    assert state.fingerprint(again.cluster) == state.fingerprint(found.cluster)
 
 
 def test_a_journal_of_a_later_version_is_refused_with_a_sentence():
     later = {**snapshot_of(state.new_cluster("s"), 1.0), "v": events.VERSION + 1}
     with pytest.raises(ConfigError, match=r"newer Keepstep.*install that release here"):
-        replayed(Loaded(later, 0, ()))
+        replica.of(Loaded(later, 0, ()))
     told = {**events.to_plain(events.Tick()), "v": events.VERSION + 1}
     with pytest.raises(ConfigError, match="newer Keepstep"):
         events.from_plain(told)

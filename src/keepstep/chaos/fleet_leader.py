@@ -15,7 +15,8 @@ from keepstep.chaos.fleet_journal import MemoryJournal
 from keepstep.chaos.fleet_setting import MIGRATIONS_MAX
 from keepstep.chaos.simulated_checks import Violation
 from keepstep.model import NodeId, Term
-from keepstep.orchestrator import brain, events, state
+from keepstep.orchestrator import brain, events, replica, state
+from keepstep.orchestrator.replaying import snapshot_of
 from keepstep.orchestrator.stepped import Stepped, Waiting, entry_of, jobs_touched, to_be_kept
 
 SNAPSHOT_ENTRIES = 12_000
@@ -38,20 +39,15 @@ class Leader:
         self.unsent: list[brain.Decision] = []
         self.steps = 0
         self._standing = journal.begin_term()
-        loaded = journal.load()
-        if loaded.snapshot is None:
-            self.cluster, moment = state.new_cluster("fleet"), 0.0
-            self._snapshot(moment)
-        else:
-            self.cluster = state.from_plain(loaded.snapshot["cluster"])
-            moment = float(loaded.snapshot["now"])
-        for body in loaded.entries:
-            moment = float(body["now"])
-            event = events.from_plain(body["event"])
-            self.cluster = brain.step(self.cluster, event, moment).cluster
-        self.replayed = len(loaded.entries)
-        self._snapshot_seq = loaded.at_seq
-        self._offset = max(moment, world_now + skew) - world_now
+        found = replica.read(journal)
+        if found is None:
+            self.cluster = state.new_cluster("fleet")
+            self._snapshot(0.0)
+            found = replica.Replica(self.cluster, 0.0, 0, 0)
+        self.cluster = found.cluster
+        self.replayed = found.replayed
+        self._snapshot_seq = found.snapshot_seq
+        self._offset = max(found.moment, world_now + skew) - world_now
 
     @property
     def mute(self) -> bool:
@@ -103,8 +99,7 @@ class Leader:
         return any(self.cluster.jobs[name].migration for name in self.cluster.open_jobs)
 
     def _snapshot(self, now: float) -> None:
-        plain = {"cluster": state.to_plain(self.cluster), "now": now}
-        seq = self._standing.seq
+        plain, seq = snapshot_of(self.cluster, now), self._standing.seq
         self._standing = self._journal.snapshot(self.term, self._standing.head, plain, seq)
         self._snapshot_seq = seq
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.errors import ConfigError, Permanent
+from keepstep.orchestrator import replica
 from keepstep.orchestrator.journal import CLUSTER, verify
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
-from keepstep.orchestrator.replaying import replayed
 
 PAGES_AT_ONCE = 1000
 """Of 4 KiB: between two portions a writer may go on."""
@@ -94,7 +94,7 @@ def check(path: Path) -> Copied:
         loaded = journal.load()
         if loaded.snapshot is None:
             raise Permanent(f"{path} has no snapshot that its chain vouches for")
-        replayed(loaded)
+        replica.of(loaded)
         term, entries = journal.standing()
     except sqlite3.DatabaseError as error:
         raise Permanent(f"{path} is damaged: {error}") from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from keepstep.orchestrator import brain, events, state
-from keepstep.orchestrator.journal import Loaded, Standing
+from keepstep.orchestrator.journal import Standing
 
 
 def snapshot_of(cluster: state.Cluster, now: float) -> dict[str, Any]:
@@ -38,14 +38,3 @@ def keeping(standing: Standing, silent_seconds: float, snapshot_seq: int) -> dic
         "term": standing.term,
         "lease_seconds": standing.lease_seconds,
     }
-
-
-def replayed(loaded: Loaded) -> tuple[state.Cluster, float]:
-    """The state after the newest entry, and that entry's moment. There is a snapshot."""
-    events.refuse_newer(loaded.snapshot)
-    cluster = state.from_plain(loaded.snapshot["cluster"])
-    moment = float(loaded.snapshot["now"])
-    for body in loaded.entries:
-        moment = float(body["now"])
-        cluster = brain.step(cluster, events.from_plain(body["event"]), moment).cluster
-    return cluster, moment

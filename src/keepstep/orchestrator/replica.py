@@ -18,7 +18,7 @@ from keepstep import codec
 from keepstep.errors import Permanent
 from keepstep.model import Term
 from keepstep.orchestrator import brain, events, state
-from keepstep.orchestrator.journal import Journal, SharedJournal, Standing
+from keepstep.orchestrator.journal import Journal, Loaded, SharedJournal, Standing
 
 
 @dataclass(slots=True)
@@ -51,6 +51,11 @@ def read(journal: Journal) -> Replica | None:
         if loaded.entries:
             raise Permanent("the journal has entries but no first snapshot: it was damaged")
         return None
+    return of(loaded)
+
+
+def of(loaded: Loaded) -> Replica:
+    """The state after the newest entry. There is a snapshot."""
     events.refuse_newer(loaded.snapshot)
     cluster = state.from_plain(loaded.snapshot["cluster"])
     moment = float(loaded.snapshot["now"])
