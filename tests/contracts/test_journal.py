@@ -101,6 +101,8 @@ def test_a_new_journal_starts_at_the_root_with_term_one(reopen: Open):
 
 def test_terms_only_grow_across_openings(reopen: Open):
     assert [reopen().begin_term().term for _ in range(3)] == [1, 2, 3]
+    assert reopen().begin_term(above=Term(7)).term == 8
+    assert reopen().begin_term(above=Term(2)).term == 9
 
 
 def test_entries_come_back_in_order_after_a_restart(reopen: Open):

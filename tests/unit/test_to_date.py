@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from keepstep.ledger.to_date import ToDate
 from keepstep.model import JobId
 from keepstep.orchestrator import accounts
 from keepstep.orchestrator.accounts import Accounts
-from keepstep.orchestrator.journal import Entry, Journal
+from keepstep.orchestrator.journal import Entry
 from tests.unit.account_story import JOB, Story, usual
 from tests.unit.test_account import SECOND, any_entry
 
@@ -68,7 +68,7 @@ def test_every_job_gets_its_turn_and_is_read_on_where_it_was_left(
 ) -> None:
     monkeypatch.setattr(accounts, "LINKS_PER_LOOK", 3)
     jobs = [JobId(f"job-{n}") for n in range(2 * accounts.JOBS_PER_LOOK + 1)]
-    read = Accounts(cast("Journal", journal_of(len(jobs))))
+    read = Accounts(journal_of(len(jobs)))
     assert read.of(jobs[0], 0.0) is None
     links = len(usual(faults=1).chain().bodies)
     rounds = 3 * -(-links // 3)
@@ -90,7 +90,7 @@ def test_every_job_gets_its_turn_and_is_read_on_where_it_was_left(
 
 def test_a_journal_that_is_away_leaves_the_accounts_as_they_were() -> None:
     journal = journal_of(1)
-    read = Accounts(cast("Journal", journal))
+    read = Accounts(journal)
     read.look([JobId("job-0")])
     before = read.of(JobId("job-0"), 0.0)
     journal.away = True

@@ -45,9 +45,10 @@ class MemoryJournal:
         """By seq: the number of the link that vouches for it, and its body."""
         self.appended = 0
 
-    def begin_term(self) -> Standing:
+    def begin_term(self, endpoint: str = "", above: Term = Term(0)) -> Standing:
+        del endpoint  # Nobody is sent anywhere: there is one process.
         self._answer()
-        self._term = Term(self._term + 1)
+        self._term = Term(max(self._term, above) + 1)
         heads = {chain: place[1] for chain, place in self._heads.items()}
         cluster = heads.pop(CLUSTER, ROOT)
         return Standing(self._term, self._seq, cluster, heads)
