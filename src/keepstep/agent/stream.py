@@ -183,12 +183,9 @@ class Stream:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             raise WireError(f"an answer with more than {_HEAD_BYTES_MAX} bytes of head") from None
-        lines = head.decode(errors="replace").split("\r\n")
-        status = lines[0].split(" ", 2)
+        status = head.decode(errors="replace").partition("\r\n")[0].split(" ", 2)
         if len(status) >= 2 and status[1] in ("307", "503"):
-            headers = (line.partition(":") for line in lines[1:])
-            named = [value for name, _, value in headers if name.lower() == "location"]
-            raise Elsewhere(leader_of(named[0]) if named else None)
+            raise Elsewhere(leader_of(header(head, "Location")))
         if len(status) < 2 or status[1] != "101":
             raise Unreachable(f"the orchestrator answered {' '.join(status[1:])!r}")
         self._version = wire.offered(header(head, wire.OFFER))

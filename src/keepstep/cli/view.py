@@ -13,6 +13,7 @@ from typing import Any
 
 from keepstep.cli.fit import COLUMNS, HANG, fit, glued, table
 from keepstep.orchestrator import shown
+from keepstep.orchestrator.state import natural
 
 Plain = Mapping[str, Any]
 Painter = Callable[[str, str], str]
@@ -161,7 +162,7 @@ def seat_lines(
     """A line per node that holds a seat or a standby of the job, a cell per slot."""
     phases = {(seat["node"], seat["slot"]): seat for seat in _all_seats(job)}
     standbys = {(s["node"], s["slot"]): s for s in job["spares"]["standbys"]}
-    names = sorted({node for node, _ in (*phases, *standbys)}, key=_natural)
+    names = sorted({node for node, _ in (*phases, *standbys)}, key=natural)
     rows: list[tuple[bool, str]] = []
     width = max((len(name) for name in names), default=0)
     for name in names:
@@ -387,18 +388,3 @@ def _seconds(value: float) -> str:
 
 def _clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at))
-
-
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Sorts n2 before n10, as people read them."""
-    parts: list[tuple[int, str]] = []
-    digits = text = ""
-    for character in name:
-        if character.isdigit():
-            digits += character
-            continue
-        if digits:
-            parts += [(0, text), (int(digits), "")]
-            digits = text = ""
-        text += character
-    return (*parts, (0, text), (int(digits or 0), ""))

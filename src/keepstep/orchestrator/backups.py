@@ -13,8 +13,9 @@ It must never leave half a journal in the place of a whole one, and never delete
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keepstep.errors import ConfigError, Permanent
@@ -44,43 +45,19 @@ def copy(journal: Path, target: Path) -> Copied:
         raise ConfigError(f"there is no journal at {journal}; give --journal FILE")
     if target.exists():
         raise ConfigError(f"{target} is there already; give a name that is not")
-    fresh = target.with_name(target.name + ".new")
-    fresh.unlink(missing_ok=True)
-    try:
-        with (
-            closing(sqlite3.connect(f"{journal.resolve().as_uri()}?mode=ro", uri=True)) as source,
-            closing(sqlite3.connect(fresh)) as copied,
-        ):
-            source.backup(copied, pages=PAGES_AT_ONCE, sleep=0.01)
-        found = check(fresh)
+    with _copied(journal, target) as (fresh, found):
         fresh.replace(target)
-    except sqlite3.Error as error:
-        raise ConfigError(f"{journal} could not be copied: {error}") from error
-    finally:
-        fresh.unlink(missing_ok=True)
-    return Copied(target, found.term, found.entries, found.head, found.jobs)
+    return found
 
 
 def put_back(backup: Path, journal: Path) -> tuple[Copied, Path | None]:
     """Make a backup the journal. What was there is moved aside; where to is told."""
     if not backup.is_file():
         raise ConfigError(f"there is no backup at {backup}")
-    fresh = journal.with_name(journal.name + ".new")
-    fresh.unlink(missing_ok=True)
-    try:
-        with (
-            closing(sqlite3.connect(f"{backup.resolve().as_uri()}?mode=ro", uri=True)) as source,
-            closing(sqlite3.connect(fresh)) as copied,
-        ):
-            source.backup(copied)
-        found = check(fresh)
+    with _copied(backup, journal) as (fresh, found):
         aside = _set_aside(journal) if journal.exists() else None
         fresh.replace(journal)
-    except sqlite3.Error as error:
-        raise ConfigError(f"{backup} could not be read: {error}") from error
-    finally:
-        fresh.unlink(missing_ok=True)
-    return Copied(journal, found.term, found.entries, found.head, found.jobs), aside
+    return found, aside
 
 
 def check(path: Path) -> Copied:
@@ -101,6 +78,24 @@ def check(path: Path) -> Copied:
     finally:
         journal.close()
     return Copied(path, term, entries, heads[CLUSTER], len(heads) - 1)
+
+
+@contextmanager
+def _copied(path: Path, target: Path) -> Iterator[tuple[Path, Copied]]:
+    """A copy that was checked, beside its target, for the caller to rename into place."""
+    fresh = target.with_name(target.name + ".new")
+    fresh.unlink(missing_ok=True)
+    try:
+        with (
+            closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
+            closing(sqlite3.connect(fresh)) as copied,
+        ):
+            source.backup(copied, pages=PAGES_AT_ONCE, sleep=0.01)
+        yield fresh, replace(check(fresh), path=target)
+    except sqlite3.Error as error:
+        raise ConfigError(f"{path} could not be read: {error}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _set_aside(journal: Path) -> Path:

@@ -7,13 +7,13 @@ that `account_key_file` names, the same on every orchestrator. Without a key not
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from keepstep.config import OrchestratorConfig
 from keepstep.ledger import signing
 from keepstep.orchestrator.journal import Link, json_lines
+from keepstep.orchestrator.journals import is_database
 
 KEY = "account.key"
 """Beside the journal."""
@@ -33,7 +33,7 @@ def key_path(where: str, config: OrchestratorConfig) -> Path | None:
     """Where the key of a journal is; None: it has none."""
     if config.account_key_file:
         return Path(config.account_key_file)
-    return None if re.match(r"postgres(ql)?://", where) else Path(where).absolute().parent / KEY
+    return None if is_database(where) else Path(where).absolute().parent / KEY
 
 
 def signer_of(where: str, config: OrchestratorConfig) -> signing.Signer | None:

@@ -507,9 +507,9 @@ def in_migration(job: Job) -> tuple[Migration, Roster]:
 
 
 @lru_cache(maxsize=65_536)
-def natural(node: NodeId) -> tuple[str | int, ...]:
+def natural(name: str) -> tuple[str | int, ...]:
     """Sorts n2 before n10, as people read them."""
-    return tuple(int(p) if p.isdigit() else p for p in re.split(r"(\d+)", node))
+    return tuple(int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name))
 
 
 def next_incarnation(job: Job, seat: Seat) -> int:
