@@ -148,14 +148,11 @@ class LauncherConfig:
     unreachable_seconds_max: float = 60.0
     """How long the orchestrator may not answer while no worker lives here. With workers it is tried
     for ever: training needs no orchestrator."""
-    follow_seconds: float = 0.25
-    """How often the launcher asks for the job's state."""
 
     def __post_init__(self) -> None:
         positive(self)
         ordered(self, "restart_seconds_min", "restart_seconds_max")
         ordered(self, "restart_seconds_max", "ready_seconds_max")
-        ordered(self, "follow_seconds", "unreachable_seconds_max")
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,10 +153,9 @@ def test_a_chunk_is_whole_rows_of_the_digest():
     assert CHUNK_BYTES % ROW == 0
 
 
-def test_a_manifest_survives_json_and_sees_any_change():
+def test_a_manifest_sees_any_change():
     tensors = [("w", torch.ones(3, 2)), ("n", torch.tensor(4))]
     manifest = Manifest.of(tensors)
-    assert Manifest.from_json(manifest.to_json()) == manifest
     assert manifest.bytes == 32
     tensors[1][1].add_(1)
     assert Manifest.of(tensors).digest != manifest.digest

@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -544,7 +544,3 @@ def _all_moved(ranks: tuple[int, ...], before: dict[str, Any], after: dict[str, 
 def _signal_quietly(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def as_plain(record: Record) -> dict[str, Any]:
-    return asdict(record)

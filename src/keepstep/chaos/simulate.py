@@ -63,7 +63,6 @@ class Result:
     vouched: int
     moves: int
     """Planned migrations that released their leavers."""
-    virtual_seconds: float
     others: tuple[str, ...] = ()
     """How the other jobs ended."""
     loans: int = 0
@@ -371,15 +370,14 @@ class Simulation(Faults):
         if self.planned_moves:
             for _ in range(self.random.randint(1, 4)):
                 self.later(self.random.uniform(1.0, 12.0), self.plan)
-        began = self._now
-        end = began + self.setting.seconds_max
+        end = self._now + self.setting.seconds_max
         while self._queue and self._now < min(end, self._changed_at + QUIET_SECONDS):
             if self._over():
                 break
             self._now, _, act = heapq.heappop(self._queue)
             act()
         self._check_end()
-        return self._result(began)
+        return self._result()
 
     def _check_end(self) -> None:
         """A job that is over leaves nothing behind where its end could be told."""
@@ -396,7 +394,7 @@ class Simulation(Faults):
             if any(not user.fenced for user in self.cluster.nodes[agent.node].uses.values()):
                 raise Violation(f"all is over and {agent.node} is used")
 
-    def _result(self, began: float) -> Result:
+    def _result(self) -> Result:
         ends = []
         for spec in self.setting.specs:
             job = self.cluster.jobs.get(spec.job)
@@ -415,7 +413,6 @@ class Simulation(Faults):
             self.restarts,
             self.vouched,
             self._count("released: "),
-            self._now - began,
             tuple(ends[1:]),
             len(self.cluster.loans),
             self._count("has lent it devices"),

@@ -259,10 +259,6 @@ class LocalCluster:
         """The agent alone: its workers train on."""
         self.supervisor.kill(_agent(node), restart=restart)
 
-    def start_agent(self, node: str) -> None:
-        """Put back an agent that was killed with restart=False."""
-        self.supervisor.resume(_agent(node))
-
     def lose_node(self, node: str) -> None:
         """Agent, preload server, store and workers die together, and so does their memory."""
         # The agent first: it must not live to tell of the others' deaths.

@@ -137,7 +137,7 @@ def run_migrate(asked: argparse.Namespace) -> int:
             # Whoever cannot go home stays, and is not waited for.
             same = [seat for seat in same if seat["rank"] in {w["rank"] for w in found["leaving"]}]
         if same or found["migration"] is not None:
-            _tell_progress(asked, found)
+            _tell_progress(found)
             return ""
         where = ", ".join(f"rank {seat['rank']} is on {seat['node']}" for seat in wanted)
         if found["fallbacks"] > then["fallbacks"]:
@@ -182,7 +182,7 @@ def _emptied(asked: argparse.Namespace, client: Client) -> str:
                 f"{asked.node} cannot become empty: {name} runs with mode = observe, so its ranks "
                 f"are not moved; `keepstep stop --save {name}`, and run it again with mode = act"
             )
-        _tell_progress(asked, job)
+        _tell_progress(job)
     return ""
 
 
@@ -237,7 +237,7 @@ def seconds_of(text: str) -> float:
 _told: set[str] = set()
 
 
-def _tell_progress(asked: argparse.Namespace, job: dict[str, Any]) -> None:
+def _tell_progress(job: dict[str, Any]) -> None:
     """Each new phase or reason to wait, once, on stderr."""
     moving = job["migration"]
     if moving is not None:

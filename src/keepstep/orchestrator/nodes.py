@@ -122,7 +122,7 @@ def _store_moved(turn: Turn, state: NodeState) -> None:
 def _compare_workers(turn: Turn, state: NodeState, facts: tuple[WorkerFact, ...]) -> None:
     listed = {(fact.job, fact.rank, fact.incarnation) for fact in facts}
     for fact in facts:
-        stray = not _rightful(turn, state, fact) and not sabotage.off("fence")
+        stray = not _rightful(state, fact) and not sabotage.off("fence")
         if stray and not reconcile.left_alone(turn, state, fact):
             _fence_stray(turn, state, fact)
     for slot in sorted(state.uses):
@@ -153,7 +153,7 @@ def _seated(state: NodeState, job: JobId) -> set[tuple[JobId, Rank, int]]:
     }
 
 
-def _rightful(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
+def _rightful(state: NodeState, fact: WorkerFact) -> bool:
     user = state.uses.get(fact.slot)
     return user == Occupant(fact.job, fact.rank, fact.incarnation)
 

@@ -49,7 +49,7 @@ def tell(turn: Turn, job: Job, only: NodeId | None = None) -> None:
         case Phase.REFORM:
             _tell_reform(turn, job, migration, only)
         case Phase.RESUME if migration.cold:
-            _tell_start(turn, job, migration, only)
+            _tell_start(turn, job, only)
         case Phase.RESUME:
             assert migration.plan is not None
             nodes = _nodes(turn.cluster, job, only)
@@ -153,7 +153,7 @@ def _tell_reform(turn: Turn, job: Job, migration: Migration, only: NodeId | None
     turn.order(job, "reform", _nodes(turn.cluster, job, only), action)
 
 
-def _tell_start(turn: Turn, job: Job, migration: Migration, only: NodeId | None) -> None:
+def _tell_start(turn: Turn, job: Job, only: NodeId | None) -> None:
     assert job.roster is not None
     by_node: dict[NodeId, list[Seat]] = {}
     for seat in _seats(turn.cluster, job, only):

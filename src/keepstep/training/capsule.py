@@ -9,10 +9,9 @@ changes.
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -97,15 +96,6 @@ class Manifest:
     @property
     def bytes(self) -> int:
         return sum(entry.bytes for entry in self.entries)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        fields = json.loads(text)
-        entries = (Entry(**(e | {"shape": tuple(e["shape"])})) for e in fields["entries"])
-        return cls(tuple(entries), fields["digest_name"])
 
 
 class DigestCache:

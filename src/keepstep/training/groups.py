@@ -281,11 +281,6 @@ class Groups:
         return self._rank
 
     @property
-    def implementation(self) -> str:
-        """ "cpp" or "python"."""
-        return self._parts.name
-
-    @property
     def rehearsing(self) -> bool:
         return self._rehearsing
 
