@@ -37,7 +37,8 @@ class OrchestratorConfig:
 
     silent_seconds_max: float = 3.5
     """A node that says nothing for this long is lost, unless a running job's policy asks for less.
-    Seven heartbeats: a loaded machine misses a few, and 5 s is what detection may take in all."""
+    Seven heartbeats up to 4,000 nodes, two at 12,500: a loaded machine misses a few, and 5 s is
+    what detection may take in all."""
     pulse_seconds: float = 1.0
     """Our own heartbeat to each agent. An agent that hears nothing for 4 s looks for another
     orchestrator; its ranks train on, so half as often as theirs is enough."""

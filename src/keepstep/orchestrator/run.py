@@ -376,7 +376,7 @@ class Orchestrator:
     # ---------------------------------------------------------------- our own clock
 
     async def _beat(self) -> None:
-        """Ticks, pulses and the judgement of silence."""
+        """Ticks and the judgement of silence."""
         pulse_due = tick_due = woken_due = self._clock.monotonic()
         while True:
             now = self._clock.monotonic()

@@ -13,7 +13,8 @@ from keepstep.errors import Alone
 from keepstep.model import NodeId
 
 ALONE_SECONDS = 2.5
-"""Five heartbeats of every node. Shorter than the silence for which a node is given up."""
+"""Five heartbeats of every node up to 4,000 of them; of more at least one each, at moments of their
+own. Shorter than the silence for which a node is given up."""
 NODES_MIN = 2
 """One node alone may simply be restarting its agent."""
 OTHERS_SECONDS = 5.0
