@@ -79,6 +79,23 @@ def test_what_was_there_before_a_restore_is_kept(live: SqliteJournal, tmp_path: 
     assert backups.check(path_of(live)).entries == 2
 
 
+def test_a_log_without_its_journal_is_not_applied_to_what_is_restored(
+    live: SqliteJournal, tmp_path: Path
+):
+    backups.copy(path_of(live), tmp_path / "backup.db")
+    standing = live.begin_term()
+    live.append(standing.term, standing.head, [tick(3.0)])
+    log = tmp_path / "journal.db-wal"
+    left = log.read_bytes()
+    live.close()
+    path_of(live).unlink()
+    log.write_bytes(left)
+    restored, aside = backups.put_back(tmp_path / "backup.db", path_of(live))
+    assert (restored.entries, aside) == (2, None)
+    assert backups.check(path_of(live)).entries == 2
+    assert (tmp_path / "journal.db.replaced-1-wal").read_bytes() == left
+
+
 def test_a_backup_that_was_changed_is_not_put_back(live: SqliteJournal, tmp_path: Path):
     backup = tmp_path / "backup.db"
     backups.copy(path_of(live), backup)

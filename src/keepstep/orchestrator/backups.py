@@ -25,6 +25,8 @@ from keepstep.orchestrator.journal_sqlite import SqliteJournal
 
 PAGES_AT_ONCE = 1000
 """Of 4 KiB: between two portions a writer may go on."""
+FILES = ("", "-wal", "-shm")
+"""What a journal consists of while it is in use, or after its writer was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def put_back(backup: Path, journal: Path) -> tuple[Copied, Path | None]:
     if not backup.is_file():
         raise ConfigError(f"there is no backup at {backup}")
     with _copied(backup, journal) as (fresh, found):
-        aside = _set_aside(journal) if journal.exists() else None
+        aside = _set_aside(journal)
         fresh.replace(journal)
     return found, aside
 
@@ -98,8 +100,25 @@ def _copied(path: Path, target: Path) -> Iterator[tuple[Path, Copied]]:
         fresh.unlink(missing_ok=True)
 
 
-def _set_aside(journal: Path) -> Path:
-    """Move a journal that nobody uses out of the way."""
+def _set_aside(journal: Path) -> Path | None:
+    """Move a journal that nobody uses out of the way, and in any case what lies beside it: SQLite
+    would apply a log of another file to the one that comes in its place."""
+    if there := journal.exists():
+        _refuse_if_in_use(journal)
+    number = 1
+    while any(_beside(journal, f".replaced-{number}{end}").exists() for end in FILES):
+        number += 1
+    for end in FILES:
+        if (left := _beside(journal, end)).exists():
+            left.replace(_beside(journal, f".replaced-{number}{end}"))
+    return _beside(journal, f".replaced-{number}") if there else None
+
+
+def _beside(journal: Path, end: str) -> Path:
+    return journal.with_name(journal.name + end)
+
+
+def _refuse_if_in_use(journal: Path) -> None:
     try:
         with closing(sqlite3.connect(journal, timeout=0.0)) as connection:
             # Leaving WAL mode needs the file for oneself: whoever has it open keeps us from it.
@@ -113,12 +132,3 @@ def _set_aside(journal: Path) -> Path:
         raise ConfigError(
             f"{journal} is in use ({mode}): stop the orchestrator first; its workers train on"
         )
-    number = 1
-    while (aside := journal.with_name(f"{journal.name}.replaced-{number}")).exists():
-        number += 1
-    journal.replace(aside)
-    for beside in ("-wal", "-shm"):
-        left = journal.with_name(journal.name + beside)
-        if left.exists():
-            left.replace(aside.with_name(aside.name + beside))
-    return aside
