@@ -6,7 +6,7 @@ import pytest
 
 from keepstep import wire
 from keepstep.model import JobId, JobSpec, JobState, NodeId, Phase, Rank, Severity, Sign, Term
-from keepstep.orchestrator import brain, events, portions, state, suspicion, view
+from keepstep.orchestrator import brain, events, liveness, portions, state, suspicion, view
 from keepstep.orchestrator.turn import Turn
 
 JOB = JobId("train")
@@ -283,3 +283,23 @@ def test_a_rank_that_we_can_hear_is_blamed_even_while_we_doubt_ourselves():
     step(cluster, events.Tick(), 20.0)
     assert job.migration is not None
     assert set(job.migration.fences) == {5}
+
+
+def test_most_nodes_silent_while_a_job_stops_are_heard_of_in_time_and_nobody_is_fenced():
+    cluster = cluster_of(10, seats=9)
+    job = cluster.jobs[JOB]
+    step(cluster, observed(cluster, 8, Sign.EXIT), 10.0)
+    assert job.migration is not None
+    assert job.migration.phase is Phase.QUIESCE
+    heard = {NodeId(f"n{i}"): 10.0 if i < 6 else 13.6 for i in range(10)}
+    for node, _, crowd in liveness.Liveness(last_heard=heard).fall_silent(13.6, 3.5):
+        step(cluster, events.NodeSilent(node, crowd), 13.6)
+    assert job.roster is not None
+    for seat in job.roster.seats[6:]:
+        told = wire.SeatReport(seat.rank, 5, True, {"0-8": "d"}, entries=(5,), step_seconds=0.5)
+        message = wire.PhaseReport(seat.node, JOB, job.generation, Phase.QUIESCE, (told,))
+        step(cluster, message, 13.7)
+    for tenths in range(138, 1000, 5):
+        step(cluster, events.Tick(), tenths / 10)
+    assert (job.generation, job.migration.fences, lost(cluster)) == (2, {}, 0)
+    assert "we suspect ourselves" in cluster.self_doubt

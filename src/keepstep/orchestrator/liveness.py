@@ -1,9 +1,9 @@
 """Who is silent, judged purely: last words and `now` in, names out. Nothing here is ever stored.
 
-A node is silent when nothing was heard of it for long enough. Two cautions come first. If our own
-loop was late, the silence may be ours: every deadline moves back by as much. And if most of the
-cluster falls silent at once, the likeliest cause is our own network: the sentence waits for one
-more period, in which a real loss of that size will still be there.
+A node is silent when nothing was heard of it for long enough. If our own loop was late, the silence
+may be ours: every deadline moves back by as much. Many that fall silent at once are told at once,
+too, with their number: the brain puts that down to ourselves, and has to hear of it in time
+(suspicion.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 
 from keepstep.model import Generation, JobId, NodeId
 from keepstep.wire import Heartbeat, JobPulse
-
-MASS_NODES_MIN = 3
-"""Fewer silent nodes than this are never put down to ourselves: small clusters lose two at once."""
 
 BEAT_SECONDS_MIN = 0.5
 BEATS_PER_SECOND_MAX = 8000
@@ -151,8 +148,6 @@ def silent_nodes(
     if vouched:
         known = {node: last_known(heard, vouched.get(node)) for node, heard in quiet.items()}
         quiet = {node: at for node, at in known.items() if now - at > silent_seconds_max}
-    if len(quiet) >= MASS_NODES_MIN and 2 * len(quiet) > len(last_heard):
-        quiet = {node: at for node, at in quiet.items() if now - at > 2 * silent_seconds_max}
     return tuple(sorted(quiet, key=lambda node: (quiet[node], node)))
 
 
