@@ -220,6 +220,18 @@ def test_a_deposed_leader_sends_nothing(scene: Scene, tmp_path: Path):
     assert scene.happened == []
 
 
+def test_an_agent_that_refuses_an_order_keeps_its_stream(scene: Scene):
+    stream: Any = scene.stream
+    asyncio.run(scene.loop._receive(stream, wire.Refused("order g1 failed: OSError()")))
+    assert (stream.dropped, scene.logged[-1]) == ("", "agent.refuses")
+    asyncio.run(scene.loop._receive(stream, publish_of(NodeId("n1"))))
+    assert stream.dropped == "a Publish of another node, or of none"
+
+
+def publish_of(node: NodeId) -> wire.Publish:
+    return wire.Publish(node, JOB, Generation(1), Rank(0), 1, "path", "r")
+
+
 def test_the_operators_wait_ends_with_a_decision_that_is_on_disk(scene: Scene):
     async def ask() -> brain.Decision:
         async with asyncio.timeout(10):

@@ -63,7 +63,7 @@ from keepstep.orchestrator.stepped import (
     with_its_age,
 )
 from keepstep.orchestrator.stepping_down import hears_nobody
-from keepstep.orchestrator.streams import AgentStream, addressed, listen, refuse
+from keepstep.orchestrator.streams import NEWS, AgentStream, addressed, listen, refuse
 
 REREADS_MAX = 100
 """Steps that may fail in one term, each answered by reading the journal again, before we leave."""
@@ -506,22 +506,18 @@ class Orchestrator:
     async def _receive(self, stream: AgentStream, message: wire.Message) -> None:
         if self._streams.get(stream.node) is not stream:
             return  # Bytes of a connection that has been replaced or given up.
+        if isinstance(message, wire.Refused):
+            # It names no node. An order that failed, or came too late, is told again if it counts.
+            self._log("agent.refuses", node=stream.node, why=message.why)
+            return
         if getattr(message, "node", None) != stream.node:
             stream.drop(f"a {type(message).__name__} of another node, or of none")
             return
         self._heard(stream.node)
-        match message:
-            case (
-                wire.Observed()
-                | wire.Stalled()
-                | wire.PhaseReport()
-                | wire.StandbyReport()
-                | wire.Publish()
-                | wire.Health()
-            ):
-                await self._inbox.put(Waiting(message, heard_at=self._clock.monotonic()))
-            case _:
-                stream.drop(f"{type(message).__name__} is not for an orchestrator")
+        if isinstance(message, NEWS):
+            await self._inbox.put(Waiting(message, heard_at=self._clock.monotonic()))
+        else:
+            stream.drop(f"{type(message).__name__} is not for an orchestrator")
 
     def _beats(self, stream: AgentStream, beat: wire.Heartbeat) -> None:
         """By far the most frequent message: heard where it arrives, and kept by nobody."""

@@ -26,6 +26,16 @@ WRITE_SECONDS_MAX = 10.0
 MESSAGES_MAX = 64
 """Messages that may wait to be heard; beyond it the agent's stream is not read for a while."""
 
+NEWS = (
+    wire.Observed,
+    wire.Stalled,
+    wire.PhaseReport,
+    wire.StandbyReport,
+    wire.Publish,
+    wire.Health,
+)
+"""What an agent tells the brain, beside its Hello."""
+
 
 class Line(asyncio.StreamReaderProtocol):
     """A connection that begins as a stream to be read and may go on as one that is listened to."""
