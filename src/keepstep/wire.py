@@ -94,7 +94,7 @@ class Hello:
     token: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     seq_seen: int = 0
-    """Of the journal, in that term: the newest entry whose order was obeyed here."""
+    """The newest entry of the journal whose order was obeyed here, in that term or before it."""
     obeyed: dict[str, Generation] = field(default_factory=dict)
     """By job, the highest generation whose orders were obeyed here: later ones get higher ones."""
     speaks: int = 1

@@ -122,7 +122,7 @@ class Room:
         self.jobs: dict[JobId, JobRecord] = {}
         self.health: ProcessRecord | None = None
         self.seq = 0
-        """Of the journal, in this term: the newest entry whose order was obeyed here."""
+        """The newest entry of the journal whose order was obeyed here, in whatever term."""
 
     def open(self) -> None:
         """Make the room, or read what an earlier agent left in it."""

@@ -264,9 +264,10 @@ class Agent:
         if term < self.room.term:
             self._refuse(wire.Refused(f"{what} has term {term}; {self.room.term} has been seen"))
             return False
-        if (term, seq) > (self.room.term, self.room.seq):
-            # Before anything is done: a leader that does not have this entry must hear of it.
-            self.room.term, self.room.seq = term, seq
+        if term > self.room.term or (seq and seq != self.room.seq):
+            # Before anything is done: a leader that does not have this entry must hear of it. One
+            # that only pulses takes nothing back: its journal may be the one that lacks it.
+            self.room.term, self.room.seq = term, seq or self.room.seq
             self.room.save()
         return True
 

@@ -47,7 +47,8 @@ def gap(cluster: Cluster, term: Term, seq: int, hello: Hello) -> JournalBehind |
     """What a node has obeyed beyond the end of its term, as this journal has it."""
     ends = [at for later, at in cluster.terms.items() if later > hello.term_seen]
     end = min(ends, default=seq) if hello.term_seen < term else seq
-    if hello.seq_seen <= end:
+    if hello.seq_seen <= end or hello.seq_seen == cluster.ahead.get(hello.node):
+        # Before its first order of this history a node says again what is written down already.
         return None
     return JournalBehind(hello.node, hello.term_seen, hello.seq_seen, end + 1, {**hello.obeyed})
 
@@ -57,6 +58,7 @@ def behind(turn: Turn, event: JournalBehind) -> None:
     cluster = turn.cluster
     found = Gap(turn.now, event.node, event.term_seen, event.first, event.seq_seen)
     cluster.gaps = (*cluster.gaps, found)[-GAPS_MAX:]
+    cluster.ahead[event.node] = event.seq_seen
     turn.note(
         f"this journal is behind: {event.node} has obeyed entry {event.seq_seen} of term "
         f"{event.term_seen}, and {event.first} to {event.seq_seen} are not here"
@@ -109,8 +111,7 @@ def left_alone(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
     job = cluster.jobs.get(fact.job)
     if job is not None and job.unsure is not None:
         return True
-    forgotten = job is None or job.state.over
-    if not forgotten or not any(gap.node == state.node for gap in cluster.gaps):
+    if not forgotten(cluster, job, state.node):
         return False
     if fact.slot not in state.uses and fact.slot < state.slots:
         user = Occupant(fact.job, fact.rank, fact.incarnation, fenced=True)
@@ -120,6 +121,12 @@ def left_alone(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
         "is left alone, and nothing is decided about it"
     )
     return True
+
+
+def forgotten(cluster: Cluster, job: Job | None, node: NodeId) -> bool:
+    """A job that does not run here, while this node has obeyed what the journal does not have."""
+    behind_it = node in cluster.ahead or any(gap.node == node for gap in cluster.gaps)
+    return (job is None or job.state.over) and behind_it
 
 
 def ended(turn: Turn, job: Job, event: Observed) -> None:

@@ -468,6 +468,8 @@ class Cluster:
     """The newest generation of each open job when this term began."""
     gaps: tuple[Gap, ...] = ()
     """The last ones, oldest first."""
+    ahead: dict[NodeId, int] = field(default_factory=dict)
+    """Nodes that obeyed entries which this journal does not have, and the last of those."""
 
     def next(self) -> int:
         self.counter += 1

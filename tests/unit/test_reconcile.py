@@ -1,0 +1,101 @@
+"""A journal that is behind its agents: it is seen, and nobody pays for what it has forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from keepstep import wire
+from keepstep.agent.run import Agent, AgentConfig
+from keepstep.model import Endpoint, Generation, JobId, NodeId, Rank, Term
+from keepstep.orchestrator import brain, events, reconcile, state
+
+JOB = JobId("train")
+
+
+def hello(
+    node: str,
+    *workers: wire.WorkerFact,
+    term: int = 0,
+    seq: int = 0,
+    obeyed: dict[str, Generation] | None = None,
+) -> wire.Hello:
+    return wire.Hello(
+        NodeId(node),
+        node,
+        2,
+        1,
+        2,
+        "boot",
+        workers,
+        term_seen=Term(term),
+        seq_seen=seq,
+        obeyed=obeyed or {},
+    )
+
+
+def worker(rank: int, job: JobId = JOB, generation: int = 1) -> wire.WorkerFact:
+    return wire.WorkerFact(job, Rank(rank), 0, 0, Generation(generation))
+
+
+def step(cluster: state.Cluster, event: events.Event, now: float) -> brain.Decision:
+    return brain.step(cluster, event, now)
+
+
+def begin(cluster: state.Cluster, term: int, seq: int, now: float = 10.0) -> None:
+    step(cluster, events.TermBegan(Term(term), seq=seq), now)
+
+
+def test_a_pulse_of_a_later_term_takes_back_nothing_that_an_agent_obeyed(tmp_path: Path):
+    leader = Endpoint("127.0.0.1", 1)
+    agent = Agent(AgentConfig(NodeId("n0"), 1, (leader,), "127.0.0.1", tmp_path / "room"))
+    agent.room.open()
+    assert agent._current(Term(3), "order", 100)
+    assert agent._current(Term(4), "pulse")
+    assert (agent.room.term, agent.room.seq) == (4, 100)
+    # A leader whose journal was restored counts from a lower number; from its first order on that
+    # is what was obeyed.
+    assert agent._current(Term(5), "pulse")
+    assert agent._current(Term(5), "order", 40)
+    assert (agent.room.term, agent.room.seq) == (5, 40)
+    assert not agent._current(Term(4), "order", 200)
+    assert agent.room.seq == 40
+
+
+def test_a_failover_after_which_only_pulses_came_hides_no_gap_and_makes_none_up():
+    cluster = state.new_cluster("test")
+    begin(cluster, 4, 120)
+    begin(cluster, 5, 150)
+    assert reconcile.gap(cluster, Term(5), 160, hello("n0", term=5, seq=110)) is None
+    assert reconcile.gap(cluster, Term(5), 160, hello("n0", term=4, seq=110)) is None
+    restored = state.new_cluster("test")
+    begin(restored, 6, 50)
+    gap = reconcile.gap(restored, Term(6), 51, hello("n0", term=5, seq=110))
+    assert gap is not None
+    assert (gap.first, gap.seq_seen) == (51, 110)
+    step(restored, gap, 11.0)
+    again = hello("n0", term=6, seq=110)
+    assert reconcile.gap(restored, Term(6), 60, again) is None, "it is written down once"
+    older = state.new_cluster("test")
+    begin(older, 7, 20)
+    assert reconcile.gap(older, Term(7), 21, again) is not None
+
+
+def test_workers_that_the_journal_forgot_are_left_alone_on_however_many_nodes():
+    cluster = state.new_cluster("test")
+    begin(cluster, 2, 50)
+    nodes = [f"n{i}" for i in range(state.GAPS_MAX + 50)]
+    for node in nodes:
+        gap = reconcile.gap(cluster, Term(2), 50, hello(node, term=1, seq=90))
+        assert gap is not None
+        step(cluster, gap, 11.0)
+    for node in nodes:
+        assert step(cluster, hello(node, worker(0, JobId("other"))), 12.0).orders == ()
+    assert state.fingerprint(state.from_plain(state.to_plain(cluster))) == state.fingerprint(
+        cluster
+    )
+
+
+def test_a_stray_on_a_node_that_is_not_ahead_is_fenced():
+    cluster = state.new_cluster("test")
+    (order,) = step(cluster, hello("n0", worker(0, JobId("other"))), 12.0).orders
+    assert isinstance(order.action, wire.Fence)
