@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from keepstep import wire
 from keepstep.agent.run import Agent, AgentConfig
-from keepstep.model import Endpoint, Generation, JobId, NodeId, Rank, Term
+from keepstep.model import (
+    Endpoint,
+    Generation,
+    JobId,
+    JobSpec,
+    JobState,
+    NodeId,
+    Phase,
+    Rank,
+    Term,
+)
 from keepstep.orchestrator import brain, events, reconcile, state
 
 JOB = JobId("train")
@@ -99,3 +110,74 @@ def test_a_stray_on_a_node_that_is_not_ahead_is_fenced():
     cluster = state.new_cluster("test")
     (order,) = step(cluster, hello("n0", worker(0, JobId("other"))), 12.0).orders
     assert isinstance(order.action, wire.Fence)
+
+
+def test_a_job_that_waits_in_the_journal_and_runs_on_nodes_is_not_started_again():
+    cluster = state.new_cluster("test")
+    step(cluster, hello("n0"), 0.0)
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
+    begin(cluster, 2, 50)
+    step(cluster, hello("n2"), 10.1)
+    # n0 has yet to come, and may know more than the journal; n1 does.
+    assert step(cluster, hello("n3"), 10.2).orders == ()
+    obeyed = {str(JOB): Generation(1)}
+    assert step(cluster, hello("n1", worker(1), obeyed=obeyed), 10.3).orders == ()
+    step(cluster, events.Tick(), 17.0)
+    job = cluster.jobs[JOB]
+    assert (job.state, job.roster) == (JobState.WAITING, None)
+    step(cluster, hello("n0", worker(0), obeyed=obeyed), 17.1)
+    assert (job.state, job.unsure) == (JobState.MIGRATING, None)
+    assert job.roster is not None
+    assert [(seat.node, seat.incarnation) for seat in job.roster.seats] == [("n0", 0), ("n1", 0)]
+
+
+def test_a_node_of_a_job_in_doubt_that_has_no_seats_here_may_be_lost():
+    cluster = state.new_cluster("test")
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
+    begin(cluster, 2, 50)
+    known = hello("n1", worker(1), obeyed={str(JOB): Generation(1)})
+    step(cluster, known, 10.1)
+    step(cluster, replace(known, boot="another", workers=()), 10.2)
+    unsure = cluster.jobs[JOB].unsure
+    assert unsure is not None
+    assert unsure.claims == {"n1": ()}
+
+
+def test_a_waiting_job_of_an_earlier_term_waits_for_agents_a_little_and_a_new_one_does_not():
+    cluster = state.new_cluster("test")
+    step(cluster, hello("n0"), 0.0)
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
+    begin(cluster, 2, 50)
+    step(cluster, hello("n2"), 10.1)
+    step(cluster, hello("n3"), 10.2)
+    new = JobId("new")
+    step(cluster, events.Submitted(JobSpec(new, "train.py", nodes=1)), 10.3)
+    assert cluster.jobs[new].state is JobState.STARTING
+    assert cluster.jobs[JOB].state is JobState.WAITING
+    step(cluster, events.Tick(), 15.1)
+    assert cluster.jobs[JOB].state is JobState.STARTING
+
+
+def running() -> state.Cluster:
+    """Two ranks in generation 1, whose leader has just changed."""
+    cluster = state.new_cluster("test")
+    for node in ("n0", "n1"):
+        step(cluster, hello(node), 0.0)
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
+    for rank, node in enumerate(("n0", "n1")):
+        told = wire.SeatReport(Rank(rank), 1, True, {"0-1": "d"}, step=1, step_seconds=0.5)
+        step(
+            cluster, wire.PhaseReport(NodeId(node), JOB, Generation(1), Phase.RESUME, (told,)), 1.0
+        )
+    assert cluster.jobs[JOB].state is JobState.RUNNING
+    begin(cluster, 2, 50)
+    return cluster
+
+
+def test_who_came_before_the_doubt_does_not_have_to_come_again():
+    cluster = running()
+    step(cluster, hello("n0", worker(0), obeyed={str(JOB): Generation(1)}), 10.1)
+    late = hello("n1", worker(1, generation=2), obeyed={str(JOB): Generation(2)})
+    assert "as 2 agents list them" in step(cluster, late, 10.2).why
+    job = cluster.jobs[JOB]
+    assert (job.unsure, job.generation) == (None, 3)

@@ -210,7 +210,7 @@ def _sender_and_job(turn: Turn, node: NodeId, name: JobId) -> Job | None:
     if _sender(turn, node) is None:
         return None
     job = turn.cluster.jobs.get(name)
-    if job is None or job.state.over or job.roster is None:
+    if job is None or job.state.over or (job.roster is None and job.unsure is None):
         turn.ignore(f"message about {name} from {node} ignored: that job does not run")
         return None
     return job

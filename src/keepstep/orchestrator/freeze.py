@@ -11,7 +11,7 @@ are not heard at that moment get as long as after a change of leader to come bac
 
 from __future__ import annotations
 
-from keepstep.orchestrator import budgets, clocks, migration, nodes, policy
+from keepstep.orchestrator import budgets, clocks, migration, nodes, policy, suspicion
 from keepstep.orchestrator.events import FreezeAsked
 from keepstep.orchestrator.happenings import Thawed
 from keepstep.orchestrator.turn import Turn
@@ -36,7 +36,7 @@ def unfreeze(turn: Turn) -> None:
         job = cluster.jobs[name]
         if policy.stands_still(cluster, job):
             clocks.shift_job(turn, job, cluster.frozen_at, "frozen")
-            budgets.spare(job, turn.now + nodes.TERM_GRACE_SECONDS)
+            budgets.spare(job, turn.now + suspicion.TERM_GRACE_SECONDS)
             # Who stood still then says so again within half a second, if it still does.
             job.stalls, job.stalls_at = {}, -1.0
     nodes.give_grace(turn, cluster.doubtful)

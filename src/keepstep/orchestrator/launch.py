@@ -20,7 +20,7 @@ from keepstep.model import (
     Roster,
     Seat,
 )
-from keepstep.orchestrator import orders, placing, roster, seating, slots, spares
+from keepstep.orchestrator import orders, placing, roster, seating, slots, spares, suspicion
 from keepstep.orchestrator.state import (
     CLOSED_MAX,
     JOBS_OVER_MAX,
@@ -49,6 +49,7 @@ def start_waiting(turn: Turn) -> None:
         for job in map(cluster.jobs.__getitem__, cluster.open_jobs)
         if job.state is JobState.WAITING or (job.state is JobState.PARKED and _due(turn, job))
         if first is None or job.spec.priority > first
+        if not _may_run(turn, job)
     ]
     for job in sorted(waiting, key=lambda j: _order(turn, j)):
         seats = place(turn, job)
@@ -70,6 +71,19 @@ def start_waiting(turn: Turn) -> None:
         else:
             turn.note(f"started {len(seats)} ranks of {job.spec.job} on {nodes} nodes", job)
         spares.refill(turn, job)
+
+
+def _may_run(turn: Turn, job: Job) -> bool:
+    """Whether it may run already, though the journal has it waiting: then that one is behind.
+
+    Only agents know, so a job of an earlier term waits a little for those that have yet to come.
+    """
+    cluster = turn.cluster
+    if job.unsure is not None:
+        return True
+    inherited = cluster.led_at >= 0 and job.spec.job in cluster.begun_with
+    lately = turn.now < cluster.led_at + suspicion.TERM_GRACE_SECONDS
+    return inherited and lately and not suspicion.all_came(cluster)
 
 
 def _due(turn: Turn, job: Job) -> bool:

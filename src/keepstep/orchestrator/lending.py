@@ -42,7 +42,7 @@ def tick(turn: Turn) -> None:
     for name in turn.cluster.open_jobs:
         job = turn.cluster.jobs[name]
         over = job.state is JobState.PARKED and launch.lending_is_over(job, turn.now)
-        if not over or job.loan is None:
+        if not over or job.loan is None or job.unsure is not None:
             continue
         borrower = turn.cluster.jobs.get(job.loan.borrower)
         if borrower is None or not _can_park(borrower) or launch.place(turn, job):

@@ -44,9 +44,6 @@ from keepstep.wire import DropStandby, Fence, Hello, Order, StandbyFact, WorkerF
 
 SILENT_SETTLE_SECONDS = 0.25
 """Between the first sign of silence and the verdict: time to see whether all fall silent."""
-TERM_GRACE_SECONDS = 5.0
-"""After a change of leader, or a freeze, agents have this long to come before their silence
-counts."""
 MISSING_SECONDS = 0.3
 """After a Hello: an agent that knows how a worker ended says so at once; then the worker is dead
 in any case."""
@@ -381,6 +378,9 @@ def lose_all(turn: Turn, lost: Mapping[NodeId, str]) -> None:
             continue
         for node in nodes:
             reconcile.lose(job, node)
+        if job.roster is None:
+            # In doubt: agents have it, and this journal has not started it yet.
+            continue
         in_vain = [planned.lose_node(turn, job, node) for node in nodes]
         fault = incidents.nodes_lost(job, nodes)
         if (name in seated and fault.dead) or any(in_vain):
@@ -415,7 +415,7 @@ def term_began(turn: Turn) -> None:
     give_grace(turn, believed)
     for name in cluster.open_jobs:
         job = cluster.jobs[name]
-        budgets.spare(job, turn.now + TERM_GRACE_SECONDS)
+        budgets.spare(job, turn.now + suspicion.TERM_GRACE_SECONDS)
         orders.tell(turn, job)
         for _, standby in sorted(job.standbys.items()):
             if not standby.ready:
@@ -424,7 +424,7 @@ def term_began(turn: Turn) -> None:
 
 def give_grace(turn: Turn, away: Iterable[NodeId]) -> None:
     """These nodes' agents are not connected; their silence counts only after a while."""
-    until = turn.now + TERM_GRACE_SECONDS
+    until = turn.now + suspicion.TERM_GRACE_SECONDS
     for node in tuple(away):
         state = turn.cluster.nodes[node]
         state.linked, state.silent_at, state.unlinked_at = False, -1.0, until

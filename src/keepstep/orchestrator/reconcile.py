@@ -4,8 +4,9 @@ Agents keep what they obeyed. One that has seen a later term, a later entry or a
 than this journal has is the proof, and from then on it is believed more than the journal:
 
     proof --> nothing is decided about the jobs concerned --> agents list their workers
-          --> every rank is found --> its seats are as listed; the groups are formed anew, in a
-              generation above all that was ever obeyed, and all state is compared
+          --> every rank is found, and all agents came or had time to
+              --> its seats are as listed; the groups are formed anew, in a generation above all
+                  that was ever obeyed, and all state is compared
           --> a rank is found nowhere --> it stays so, and says what would help
 
 Must never: end a worker that the journal has merely forgotten, give out a number twice, or take a
@@ -15,7 +16,7 @@ state for whole that was not compared. Pure.
 from __future__ import annotations
 
 from keepstep.model import Generation, JobId, JobState, NodeId, Rank, Seat, Sign, Term
-from keepstep.orchestrator import observe, orders, roster, slots
+from keepstep.orchestrator import observe, orders, roster, slots, suspicion
 from keepstep.orchestrator.events import JournalBehind
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import (
@@ -100,9 +101,24 @@ def _doubt(turn: Turn, job: Job, generation: Generation, node: NodeId) -> None:
             f"{node} has obeyed generation {generation} of {job.spec.job}, and the journal knows "
             f"{job.promised}: nothing is decided before all its ranks are found"
         )
-        job.unsure = Unsure(turn.now, why)
+        job.unsure = Unsure(turn.now, why, claims=_listed(turn.cluster, job))
         turn.note(why, job)
     job.unsure.generation = max(job.unsure.generation, generation)
+
+
+def _listed(cluster: Cluster, job: Job) -> dict[NodeId, tuple[Seat, ...]]:
+    """What agents that came before the doubt have of a job: they listed who is in the books."""
+    claims = {}
+    for state in cluster.nodes.values():
+        seats = tuple(
+            Seat(user.rank, state.node, slot, user.incarnation)
+            for slot, user in sorted(state.uses.items())
+            if user.job == job.spec.job and user.rank >= 0 and not user.fenced
+            if user.rank not in job.missing
+        )
+        if seats and state.alive and state.linked:
+            claims[state.node] = seats
+    return claims
 
 
 def left_alone(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
@@ -157,6 +173,7 @@ def lose(job: Job, node: NodeId) -> None:
 
 
 def tick(turn: Turn) -> None:
+    settle_all(turn)
     for job in _unsure(turn.cluster):
         assert job.unsure is not None
         if not job.unsure.told and turn.now >= job.unsure.since + PATIENCE_SECONDS:
@@ -177,7 +194,9 @@ def settle(turn: Turn, job: Job) -> None:
     """If every rank is found: these are its seats, and everybody forms the groups anew."""
     unsure = job.unsure
     assert unsure is not None
-    if _problem(job):
+    waits = turn.now < unsure.since + suspicion.TERM_GRACE_SECONDS
+    if _problem(job) or (waits and not suspicion.all_came(turn.cluster)):
+        # Of a rank that ended, or was fenced, a later worker may live where nobody spoke yet.
         return
     seats, dead = _found(job)
     _seat(turn, job, [seats[Rank(rank)] for rank in range(job.spec.world_size)], dead)
@@ -248,6 +267,7 @@ def _seat(turn: Turn, job: Job, seats: list[Seat], dead: set[Rank]) -> None:
     job.incarnations = {s.rank: s.incarnation + INCARNATIONS_SKIPPED for s in seats}
     job.homes = job.homes or {seat.rank: seat.node for seat in seats}
     job.migration, job.missing, job.finished, job.leaving = None, {}, {}, {}
+    job.loan = None
     job.broken_at, job.stalls, job.stalls_at = -1.0, {}, -1.0
     job.begun, job.state = True, JobState.RUNNING
     orders.fence_seats(turn, job, "forgotten", others)

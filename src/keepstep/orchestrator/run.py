@@ -39,6 +39,7 @@ from keepstep.orchestrator import (
     reconcile,
     replica,
     state,
+    suspicion,
     ticking,
     view,
 )
@@ -265,7 +266,7 @@ class Orchestrator:
 
     def _all_may_come(self) -> float:
         """As if all had been heard a little later than now: they have to find us first."""
-        return self._clock.monotonic() + nodes.TERM_GRACE_SECONDS
+        return self._clock.monotonic() + suspicion.TERM_GRACE_SECONDS
 
     def _handle(self, waiting: Iterable[Waiting]) -> None:
         """Step each event, write the steps together, let their orders out."""

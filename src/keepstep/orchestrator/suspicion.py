@@ -34,6 +34,9 @@ WINDOW_SECONDS = 5.0
 """What falls silent within this time does so at once: a silent node is found within 5 s."""
 LEADER_SECONDS = 30.0
 """After taking over. Agents look for the new leader with a back-off that ends well before."""
+TERM_GRACE_SECONDS = 5.0
+"""After a change of leader, or a freeze, agents have this long to come before their silence
+counts."""
 CULPRIT_SECONDS = 0.5
 """A broken collective beside a death is that death's: it is told within this time."""
 UNSEATED_SECONDS_MAX = 15.0
@@ -93,6 +96,11 @@ def _within(spans: list[tuple[float, float]], at: float) -> bool:
 
 def led_lately(cluster: Cluster, now: float) -> bool:
     return cluster.led_at >= 0 and now < cluster.led_at + LEADER_SECONDS
+
+
+def all_came(cluster: Cluster) -> bool:
+    """Whether the agents of all nodes that we believe in are connected."""
+    return all(cluster.nodes[node].linked for node in cluster.doubtful)
 
 
 def evidence(cluster: Cluster, nodes: Iterable[NodeId], now: float) -> dict[NodeId, str]:
