@@ -174,6 +174,25 @@ def running() -> state.Cluster:
     return cluster
 
 
+def publish(node: str, generation: int, job: JobId = JOB) -> wire.Publish:
+    return wire.Publish(NodeId(node), job, Generation(generation), Rank(0), 9, "path", "request")
+
+
+def test_a_worker_that_the_journal_is_behind_is_not_told_that_it_is_fenced():
+    cluster = running()
+    known = hello("n0", worker(0, generation=2), obeyed={str(JOB): Generation(2)})
+    step(cluster, known, 10.1)
+    assert cluster.jobs[JOB].unsure is not None
+    waits = step(cluster, publish("n0", 2), 10.2)
+    assert (waits.answers, waits.changed) == ((), False)
+    ((_, refused),) = step(cluster, publish("n0", 1, JobId("other")), 10.3).answers
+    assert not refused.accepted
+    gap = reconcile.gap(cluster, Term(2), 50, hello("n0", term=1, seq=90))
+    assert gap is not None
+    step(cluster, gap, 10.4)
+    assert step(cluster, publish("n0", 1, JobId("other")), 10.5).answers == ()
+
+
 def test_who_came_before_the_doubt_does_not_have_to_come_again():
     cluster = running()
     step(cluster, hello("n0", worker(0), obeyed={str(JOB): Generation(1)}), 10.1)

@@ -427,6 +427,11 @@ def _publish(turn: Turn, event: Publish) -> None:
     """A compare-and-swap on the generation: a fenced worker cannot publish."""
     job = turn.cluster.jobs.get(event.job)
     state = turn.cluster.nodes.get(event.node)
+    unsure = job is not None and job.unsure is not None
+    if unsure or reconcile.forgotten(turn.cluster, job, event.node):
+        # It may be the journal that is behind, not this worker: it asks again without an answer.
+        turn.ignore(f"checkpoint {event.path} has to wait: the journal is behind")
+        return
     if job is None or job.state.over:
         refused = f"job {event.job} does not run"
     elif state is None or not state.alive:
