@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -34,9 +34,13 @@ from keepstep.cli import demo
 from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig
+from keepstep.model import NodeId, Term
+from keepstep.orchestrator import state
 from keepstep.orchestrator.access import Gate
 from keepstep.orchestrator.api import Api
-from keepstep.orchestrator.http import HttpServer
+from keepstep.orchestrator.follow import Follower
+from keepstep.orchestrator.http import HttpServer, Reply, Request
+from keepstep.orchestrator.journal import Look, SharedJournal
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.run import Orchestrator
 from keepstep.orchestrator.tokens import Tokens
@@ -415,12 +419,23 @@ def test_every_question_of_the_dashboard_can_be_asked(tmp_path: Path):
 # --- the largest fleet ----------------------------------------------------------------------------
 
 
+class Served:
+    """Where it is, and whom it leads or follows."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.cluster = state.new_cluster("made up")
+        self.connected: dict[NodeId, Any] = {}
+        self.leader = ""
+        """Whom it follows from now on; empty: it leads."""
+
+
 @contextmanager
-def served(directory: Path) -> Iterator[str]:
-    """A real API handler and HTTP server over a made-up cluster of 12,500 nodes."""
+def served(directory: Path, sizes: synthetic.Sizes = synthetic.Sizes()) -> Iterator[Served]:
+    """A real API handler and HTTP server over a made-up cluster, of 12,500 nodes by default."""
     loop = asyncio.new_event_loop()
     quiet = lambda *_, **__: None  # noqa: E731
-    ports: list[int] = []
+    found = Served()
     stop = asyncio.Event()
     ready = threading.Event()
 
@@ -428,12 +443,21 @@ def served(directory: Path) -> Iterator[str]:
         journal = SqliteJournal(directory / "journal.db")
         orchestrator = Orchestrator(journal, OrchestratorConfig(), RealClock(), TOKEN, quiet)
         now = orchestrator.now()
-        orchestrator.cluster = synthetic.cluster(now=now)
+        found.cluster = orchestrator.cluster = synthetic.cluster(sizes, now=now)
         orchestrator._alive.heartbeats.update(synthetic.heartbeats(orchestrator.cluster))
-        orchestrator._streams.update(dict.fromkeys(orchestrator.cluster.nodes))  # type: ignore[arg-type]
+        found.connected = orchestrator._streams
+        found.connected.update(dict.fromkeys(orchestrator.cluster.nodes))
         api = Api(orchestrator, journal, Gate(Tokens(TOKEN)), {}, quiet)
-        server = HttpServer(api.handle, connections_max=100)
-        ports.append(await server.listen("127.0.0.1", 0))
+
+        async def handle(request: Request) -> Reply:
+            if not found.leader:
+                return await api.handle(request)
+            follower = Follower(cast("SharedJournal", journal), found.url, quiet)
+            follower._seen = Look(Term(2), 0, "another", found.leader, 5.0)
+            return await follower.handle(request)
+
+        server = HttpServer(handle, connections_max=100)
+        found.url = f"http://127.0.0.1:{await server.listen('127.0.0.1', 0)}"
         ready.set()
         await stop.wait()
         await server.close()
@@ -443,7 +467,7 @@ def served(directory: Path) -> Iterator[str]:
     thread.start()
     assert ready.wait(SECONDS_MAX)
     try:
-        yield f"http://127.0.0.1:{ports[0]}/"
+        yield found
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
@@ -452,14 +476,14 @@ def served(directory: Path) -> Iterator[str]:
 
 @pytest.mark.browser
 def test_the_page_is_interactive_within_a_second_at_12500_nodes(chromium: Chromium, tmp_path: Path):
-    with served(tmp_path) as url:
+    with served(tmp_path) as there:
         page = chromium.page()
         script = f"sessionStorage.setItem('keepstep-token', '{TOKEN}')"
         page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
         loads = []
         for _ in range(3):
             # The best of three: what else runs on this machine is not the page's fault.
-            page.go(f"{url}?{len(loads)}")
+            page.go(f"{there.url}/?{len(loads)}")
             page.wait(f"location.search === '?{len(loads)}' && document.body.dataset.ready", 20)
             loads.append(page.run("performance.getEntriesByName('ready')[0].startTime"))
         print(f"interactive after {', '.join(f'{ms:.0f} ms' for ms in loads)}")
@@ -474,7 +498,90 @@ def test_the_page_is_interactive_within_a_second_at_12500_nodes(chromium: Chromi
         page.wait("document.querySelectorAll('#racks tbody tr').length === 100", 2)
         label = page.run("document.getElementById('map-canvas').getAttribute('aria-label')")
         assert label.startswith("12,500 nodes, 100,000 devices: ")
+        assert "Page Up and Page Down from rack to rack" in label
         assert page.errors() == []
         page.run("document.getElementById('unwell-part').open = false; scrollTo(0, 0)")
         shoot(page, "page-12500-nodes.png", (1600, 1000))
         shoot(page, "page-12500-nodes-dark.png", (1600, 1000), "dark")
+
+
+# --- the page under the hand ----------------------------------------------------------------------
+
+SMALL = synthetic.Sizes(nodes=40, largest=64, jobs=3, ranks=16, closed=5)
+NOTE = "document.getElementById('map-note').textContent"
+
+
+def opened(chromium: Chromium, url: str) -> Page:
+    page = chromium.page()
+    script = f"sessionStorage.setItem('keepstep-token', '{TOKEN}')"
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+    page.go(url)
+    page.wait("document.body.dataset.ready", 20)
+    page.run("document.getElementById('map-canvas').focus()")
+    return page
+
+
+@pytest.mark.browser
+def test_the_map_is_walked_by_rack_and_a_chosen_node_stays_chosen(
+    chromium: Chromium, tmp_path: Path
+):
+    with served(tmp_path, SMALL) as there:
+        page = opened(chromium, f"{there.url}/")
+        places = page.run(
+            f"fetch('v1/board', {{headers: {{Authorization: 'Bearer {TOKEN}'}}}})"
+            ".then((reply) => reply.json()).then((board) => board.fleet.groups)"
+        )
+        first = [group["nodes"][0] for group in places]
+        assert len(first) > 2
+        told = []
+        for name, code in (("Home", 36), ("PageDown", 34), ("PageDown", 34), ("PageUp", 33)):
+            page.key(name, code)
+            told.append(page.run(NOTE).partition(" ")[0])
+        assert told == [first[0], first[1], first[2], first[1]]
+        page.key("Enter", 13)
+        page.wait(f"/^{first[1]} at /.test(document.getElementById('node').innerText)", 5)
+        region = "document.getElementById('node').getAttribute('role')"
+        canvas = "document.getElementById('map-canvas').getAttribute('role')"
+        assert (page.run(region), page.run(canvas)) == ("status", "application")
+        shoot(page, "page-walked.png")
+        # One comes before it: the numbers of all that follow change, and the chosen one does not.
+        row = "getComputedStyle(document.getElementById('map-cursor')).top"
+        before = page.run(row)
+        fresh = NodeId("a0")
+        there.cluster.nodes[fresh] = replace(there.cluster.nodes[NodeId(first[1])], node=fresh)
+        there.connected[fresh] = None
+        page.wait(f"{row} !== '{before}'", 10)
+        assert page.run(NOTE).partition(" ")[0] == first[1]
+        assert page.errors() == []
+
+
+@pytest.mark.browser
+def test_the_question_for_the_token_cannot_be_put_away(chromium: Chromium, tmp_path: Path):
+    with served(tmp_path, SMALL) as there:
+        page = chromium.page(f"{there.url}/")
+        page.wait("document.getElementById('token').open", 20)
+        page.run("window.closings = 0; document.getElementById('token').onclose = () => closings++")
+        for _ in range(4):
+            page.key("Escape", 27)
+            time.sleep(0.1)
+        assert page.run("window.closings") > 0, (
+            "this browser never closes it: the test tests nothing"
+        )
+        page.wait("document.getElementById('token').open", 2)
+        page.run(f"document.getElementById('token-text').value = '{TOKEN}'")
+        page.run("document.querySelector('#token-form button').click()")
+        page.wait("document.body.dataset.ready", 20)
+
+
+@pytest.mark.browser
+def test_an_open_page_names_the_new_leader_when_its_own_follows(chromium: Chromium, tmp_path: Path):
+    with served(tmp_path, SMALL) as there:
+        page = opened(chromium, f"{there.url}/")
+        there.leader = "http://127.0.0.1:9"
+        page.wait("document.querySelector('#banner a')?.href === 'http://127.0.0.1:9/'", 10)
+        assert "does not lead any more" in page.run("document.getElementById('banner').innerText")
+        shoot(page, "page-follows.png")
+        assert page.errors() == [], "nothing was asked of another origin"
+        there.leader = ""
+        page.wait("document.getElementById('banner').hidden", 10)
+        page.wait("document.getElementById('link').textContent === 'live'", 10)

@@ -121,7 +121,7 @@ const step = (size) => (size >= 15 ? 4 : size >= 8 ? 2 : size >= 4 ? 1 : 0);
 export class FleetMap {
   constructor(canvas) {
     this.canvas = canvas;
-    this.places = []; // one per node: {name, group, mark, cells, x, y, w, h}
+    this.places = []; // one per node: {name, group, rack, mark, cells, x, y, w, h}
     this.fleet = null;
   }
 
@@ -202,6 +202,13 @@ export class FleetMap {
   indexOf(name) {
     return this.places.findIndex((place) => place.name === name);
   }
+
+  // The first node of the rack that is so many further on: a fleet has too many nodes for one by one.
+  rackFrom(at, further) {
+    const rack = at < 0 ? 0 : this.places[at].rack + further;
+    const to = Math.min(this.fleet.groups.length - 1, Math.max(0, rack));
+    return this.places.findIndex((place) => place.rack === to);
+  }
 }
 
 // Room for the longest name, within reason.
@@ -219,7 +226,7 @@ function layout(groups, size, width, named) {
   const gap = size >= 8 ? 3 * GAP : size >= 4 ? GAP : 4;
   const [places, titles] = [[], []];
   let [x, y, tall] = [0, 0, 0];
-  for (const group of groups) {
+  for (const [rack, group] of groups.entries()) {
     let most = 1;
     for (const cells of group.cells) most = Math.max(most, cells.length);
     const w = strip + label + most * pitch;
@@ -230,7 +237,7 @@ function layout(groups, size, width, named) {
     if (titled) titles.push({ text: group.name, x, y: y + titled / 2 - 2, w: w + gap - 4 });
     for (let n = 0; n < group.nodes.length; n++) {
       places.push({
-        name: group.nodes[n], group: group.name, mark: group.marks[n], cells: group.cells[n],
+        name: group.nodes[n], group: group.name, rack, mark: group.marks[n], cells: group.cells[n],
         x, y: y + titled + n * pitch, w, h: pitch,
       });
     }

@@ -14,20 +14,24 @@ const DECISIONS_MAX = 60;
 const ROWS_MAX = 100;
 const CARDS_MAX = 4; // of jobs that run; those in trouble all have one, the others a line
 const WIDE_NODES = 512; // from here on the map comes before the jobs
+const KEYS = "Arrow keys go from node to node, Page Up and Page Down from rack to rack, Home and End to the first and the last; Enter shows a node's devices.";
 
 const byId = (id) => document.getElementById(id);
 const map = new FleetMap(byId("map-canvas"));
-const state = { board: null, fleet: null, version: "", at: 0, after: -1, chosen: -1, known: null };
+const state = { board: null, fleet: null, version: "", at: 0, after: -1, chosen: "", known: null };
 
 // ------------------------------------------------------------------ asking
 
 class Refused extends Error {}
 class Hurried extends Error {}
+class Follows extends Error {}
 
 async function ask(path, more = {}) {
   const token = sessionStorage.getItem(TOKEN);
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
-  const reply = await fetch(path, { headers, cache: "no-store", ...more });
+  const reply = await fetch(path, { headers, cache: "no-store", redirect: "manual", ...more });
+  // One that follows sends us to its leader, where our own policy does not let us go.
+  if (reply.type === "opaqueredirect") throw new Follows("this orchestrator follows another");
   if (reply.status === 401 || reply.status === 403) {
     askForToken(token ? "That token was refused, or may not see the whole cluster." : "");
     throw new Refused(`the orchestrator answered ${reply.status}`);
@@ -55,6 +59,8 @@ byId("token-form").addEventListener("submit", (event) => {
   refresh();
 });
 byId("token").addEventListener("cancel", (event) => event.preventDefault());
+// Browsers close it at a second Esc all the same, and without a token there is nothing to show.
+byId("token").addEventListener("close", () => { if (!sessionStorage.getItem(TOKEN)) askForToken(""); });
 
 let asking = false;
 let timer = 0;
@@ -191,12 +197,31 @@ function take(board) {
 }
 
 function away(error) {
+  if (error instanceof Follows) {
+    showLeader().catch(away);
+    return;
+  }
   put(byId("link"), "no answer");
   byId("link").className = "pill bad";
   const old = state.board ? ` What is shown is from ${clock(state.board.now)}.` : "";
   const banner = byId("banner");
   put(banner, `The orchestrator does not answer; trying again. Training goes on without it.${old}`);
   banner.title = String(error);
+  banner.hidden = false;
+}
+
+async function showLeader() {
+  const reply = await fetch("healthz", { cache: "no-store", redirect: "manual" });
+  const leader = new URL((await reply.json()).leader);
+  const banner = byId("banner");
+  put(byId("link"), "follows");
+  byId("link").className = "pill busy";
+  if (!/^https?:$/.test(leader.protocol) || banner.querySelector("a")?.href === leader.href) return;
+  const link = make("a", "", leader.origin);
+  link.href = leader.href;
+  banner.className = "banner busy";
+  banner.title = "";
+  banner.replaceChildren("This orchestrator does not lead any more. The cluster is shown by its leader: ", link);
   banner.hidden = false;
 }
 
@@ -425,7 +450,7 @@ function showFleet() {
   map.draw(fleet, Math.max(200, byId("map").clientWidth));
   const words = board.totals.by_word;
   const said = words.map(({ word, many }) => `${count(many)} ${word}`).join(", ");
-  canvas.setAttribute("aria-label", `${plural(board.totals.nodes, "node")}, ${plural(board.totals.devices, "device")}: ${said || "none"}`);
+  canvas.setAttribute("aria-label", `${plural(board.totals.nodes, "node")}, ${plural(board.totals.devices, "device")}: ${said || "none"}. ${KEYS}`);
   keyed(byId("legend"), words, (item) => item.word, (item) => {
     const li = make("li");
     li.append(make("canvas"), make("span", "", item.word), make("b"));
@@ -435,7 +460,7 @@ function showFleet() {
     put(li.lastChild, count(item.many));
   });
   showTables(fleet);
-  if (state.chosen >= 0) choose(Math.min(state.chosen, map.places.length - 1));
+  if (state.chosen) choose(map.indexOf(state.chosen));
 }
 
 function showTables(fleet) {
@@ -479,9 +504,9 @@ function describe(place) {
 function choose(at) {
   const place = map.places[at];
   const cursor = byId("map-cursor");
-  state.chosen = at;
   cursor.hidden = !place;
   if (!place) return;
+  state.chosen = place.name; // and not its number, which changes as nodes come and go
   put(byId("map-note"), describe(place));
   Object.assign(cursor.style, {
     left: `${place.x - 3}px`, top: `${place.y - 3}px`, width: `${place.w + 4}px`, height: `${place.h + 4}px`,
@@ -489,7 +514,7 @@ function choose(at) {
 }
 
 async function showNode(place) {
-  const panel = byId("node");
+  const panel = make("div", "panel");
   const reply = await ask(`v1/nodes/${encodeURIComponent(place.name)}`);
   const node = await reply.json();
   const lines = node.uses.map((use) => {
@@ -497,8 +522,8 @@ async function showNode(place) {
     return `device ${use.slot}: ${who}${use.fenced ? ", fenced" : ""}${use.taint ? `; tainted: ${use.taint}` : ""}`;
   });
   const why = [node.drained && `drained: ${node.drained}`, node.taint && `tainted: ${node.taint}`, node.faults && plural(node.faults, "fault")];
-  panel.replaceChildren(make("h3", "", `${node.id} at ${node.address}`), ...[...why.filter(Boolean), ...lines].map((line) => make("p", "", line)));
-  panel.hidden = false;
+  panel.append(make("h3", "", `${node.id} at ${node.address}`), ...[...why.filter(Boolean), ...lines].map((line) => make("p", "", line)));
+  byId("node").replaceChildren(panel);
 }
 
 const canvas = byId("map-canvas");
@@ -514,15 +539,18 @@ canvas.addEventListener("click", (event) => {
 });
 canvas.addEventListener("keydown", (event) => {
   const last = map.places.length - 1;
-  const to = {
-    ArrowRight: state.chosen + 1, ArrowDown: state.chosen + 1, ArrowLeft: state.chosen - 1,
-    ArrowUp: state.chosen - 1, Home: 0, End: last, Enter: Math.max(0, state.chosen),
+  if (last < 0) return;
+  const from = map.indexOf(state.chosen);
+  const wanted = {
+    ArrowRight: from + 1, ArrowDown: from + 1, ArrowLeft: from - 1, ArrowUp: from - 1, Enter: from,
+    PageDown: map.rackFrom(from, 1), PageUp: map.rackFrom(from, -1), Home: 0, End: last,
   }[event.key];
-  if (to === undefined || last < 0) return;
+  if (wanted === undefined) return;
   event.preventDefault();
-  choose(Math.min(last, Math.max(0, to)));
+  const to = Math.min(last, Math.max(0, wanted));
+  choose(to);
   byId("map-cursor").scrollIntoView({ block: "nearest" });
-  if (event.key === "Enter") showNode(map.places[state.chosen]).catch(away);
+  if (event.key === "Enter") showNode(map.places[to]).catch(away);
 });
 byId("find").addEventListener("submit", (event) => {
   event.preventDefault();
