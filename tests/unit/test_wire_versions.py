@@ -20,6 +20,8 @@ import pytest
 from keepstep import codec, wire, wire_v1
 from keepstep.agent import preload
 from keepstep.agent.links import Link
+from keepstep.chaos.fleet_journal import MemoryJournal
+from keepstep.chaos.fleet_leader import Leader
 from keepstep.errors import ConfigError, WireError
 from keepstep.model import (
     Endpoint,
@@ -372,6 +374,18 @@ def test_a_journal_of_a_later_version_is_refused_with_a_sentence():
     told = {**events.to_plain(events.Tick()), "v": events.VERSION + 1}
     with pytest.raises(ConfigError, match="newer Keepstep"):
         events.from_plain(told)
+
+
+def test_a_simulated_leader_writes_its_version_and_refuses_a_later_one():
+    journal = MemoryJournal()
+    Leader(journal, 0.0, 0.0, lambda _: None)
+    snapshot = journal.load().snapshot
+    assert snapshot["v"] == events.VERSION
+    standing = journal.begin_term()
+    later = {**snapshot, "v": events.VERSION + 1}
+    journal.snapshot(standing.term, standing.head, later, standing.seq)
+    with pytest.raises(ConfigError, match="newer Keepstep"):
+        Leader(journal, 0.0, 0.0, lambda _: None)
 
 
 def test_signs_of_version_1_are_what_they_were():
