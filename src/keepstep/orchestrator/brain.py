@@ -352,6 +352,12 @@ def _died(turn: Turn, job: Job, cause: Cause) -> None:
     observe.fault(turn, job, replace(fault, settle_seconds=judgement.settle_seconds))
 
 
+def _sits(job: Job, node: NodeId, rank: Rank) -> bool:
+    """A node speaks for the ranks that it has: it may be the only one that somebody broke into."""
+    seats = job.roster.seats if job.roster is not None else ()
+    return 0 <= rank < len(seats) and seats[rank].node == node
+
+
 def _listens(job: Job) -> bool:
     """Evidence counts while groups of the present generation are in use."""
     in_use = (*planned.TRAINING, Phase.REFORM, Phase.RESUME)
@@ -364,6 +370,9 @@ def _broken(turn: Turn, job: Job, event: Observed) -> None:
             f"broken collective of generation {event.generation} ignored: {job.spec.job} is "
             f"{job.state} in generation {job.generation}"
         )
+        return
+    if not _sits(job, event.node, event.rank):
+        turn.ignore(f"broken collective from {event.node} ignored: rank {event.rank} is not there")
         return
     if incidents.note_broken(job, event, turn.now):
         turn.note(f"{job.broken_why}; looking for a culprit", job)
@@ -391,12 +400,11 @@ def _stalled(turn: Turn, job: Job, event: Stalled) -> None:
     if event.generation != job.generation or not _listens(job):
         turn.ignore(f"stall of generation {event.generation} ignored: {job.spec.job} moved on")
         return
-    assert job.roster is not None
-    size = len(job.roster.seats)
-    if any(not 0 <= fact.rank < size for fact in event.ranks):
-        turn.ignore(f"stall of unknown ranks from {event.node} ignored")
+    own = tuple(fact for fact in event.ranks if _sits(job, event.node, fact.rank))
+    if not own:
+        turn.ignore(f"stall of ranks that are not on {event.node} ignored")
         return
-    incidents.note_stalled(job, event, turn.now)
+    incidents.note_stalled(job, replace(event, ranks=own), turn.now)
     turn.touched = True
     _judge_evidence(turn, job, ticking=False)
 
@@ -438,6 +446,8 @@ def _publish(turn: Turn, event: Publish) -> None:
         refused = f"node {event.node} was declared lost"
     elif event.generation != job.generation and not sabotage.off("fence"):
         refused = f"generation {event.generation} is fenced: {job.generation} is current"
+    elif not _sits(job, event.node, event.rank) and not sabotage.off("fence"):
+        refused = f"rank {event.rank} of {event.job} is not on {event.node}"
     elif event.step < job.published_step:
         refused = f"step {event.step} is older than the published step {job.published_step}"
     else:

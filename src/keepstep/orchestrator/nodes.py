@@ -11,6 +11,7 @@ at once, the brain suspects itself first: see suspicion.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from keepstep import sabotage
 from keepstep.model import JobId, Mode, NodeId, OrderId, Phase, Policy, Rank, Seat, Sign
@@ -40,7 +41,7 @@ from keepstep.orchestrator.state import (
     slot_key,
 )
 from keepstep.orchestrator.turn import Turn
-from keepstep.wire import DropStandby, Fence, Hello, Order, StandbyFact, WorkerFact
+from keepstep.wire import DropStandby, Fence, Heartbeat, Hello, Order, StandbyFact, WorkerFact
 
 SILENT_SETTLE_SECONDS = 0.25
 """Between the first sign of silence and the verdict: time to see whether all fall silent."""
@@ -279,6 +280,15 @@ def jobs_on(cluster: Cluster, nodes: Iterable[NodeId]) -> dict[NodeId, set[JobId
         for node in nodes
         if node in cluster.nodes
     }
+
+
+def own_pulses(cluster: Cluster, beat: Heartbeat) -> Heartbeat:
+    """A heartbeat without jobs that have nobody on its node: their steps are not its to tell."""
+    state = cluster.nodes.get(beat.node)
+    here = {user.job for user in state.uses.values()} if state is not None else set()
+    if all(pulse.job in here for pulse in beat.jobs):
+        return beat
+    return replace(beat, jobs=tuple(pulse for pulse in beat.jobs if pulse.job in here))
 
 
 def _trains(cluster: Cluster, user: Occupant) -> bool:

@@ -11,14 +11,14 @@ from keepstep.wire import PhaseReport, SeatReport
 
 def take(turn: Turn, job: Job, report: PhaseReport) -> list[SeatReport]:
     """Keep what is new in a report of the present phase; returns the seats that are through it."""
-    migration, now = in_migration(job)
+    migration, _ = in_migration(job)
     taken: list[SeatReport] = []
     for seat in report.seats:
         if seat.alike:
             if not catching_up.still_before(migration, seat) and alike.take(job, report, seat):
                 taken.append(seat)
             continue
-        known = 0 <= seat.rank < len(now.seats) and _speaks_for(job, report.node, seat.rank)
+        known = _speaks_for(job, report.node, seat.rank)
         if not known or seat.rank in migration.gone or seat.rank in migration.reports:
             continue
         if catching_up.still_before(migration, seat):
@@ -42,8 +42,11 @@ def progress(turn: Turn, job: Job, report: PhaseReport) -> None:
     assert migration is not None
     if migration.phase is Phase.REFORM and report.phase in (Phase.REFORM, Phase.TRANSFER):
         for seat in report.seats:
-            migration.progress[seat.rank] = report.phase
-        turn.touched = True
+            if _speaks_for(job, report.node, seat.rank):
+                migration.progress[seat.rank] = report.phase
+                turn.touched = True
+        if not turn.touched:
+            turn.ignore(f"progress of ranks that are not on {report.node} ignored")
         return
     turn.ignore(f"stale report of {report.phase} from {report.node} ignored in {migration.phase}")
 
@@ -51,6 +54,8 @@ def progress(turn: Turn, job: Job, report: PhaseReport) -> None:
 def _speaks_for(job: Job, node: NodeId, rank: Rank) -> bool:
     """A node speaks for its own ranks, and the root of the agents' tree for all: see alike.py."""
     migration, now = in_migration(job)
+    if not 0 <= rank < len(now.seats):
+        return False
     if migration.phase is not Phase.WARM and node == now.store_node:
         return True
     return _place(job, rank) == node

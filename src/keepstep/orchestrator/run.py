@@ -527,7 +527,7 @@ class Orchestrator:
         if beat.node != stream.node:
             stream.drop("a Heartbeat of another node, or of none")
             return
-        self._alive.hear(beat, self._clock.monotonic())
+        self._alive.hear(nodes.own_pulses(self.cluster, beat), self._clock.monotonic())
 
     def _heard(self, node: NodeId) -> None:
         self._alive.last_heard[node] = self._clock.monotonic()

@@ -1,0 +1,100 @@
+"""A node speaks for what runs on it: what it says of others' ranks is not believed."""
+
+from __future__ import annotations
+
+from keepstep import wire
+from keepstep.model import Generation, JobId, JobSpec, JobState, NodeId, Phase, Rank, Sign
+from keepstep.orchestrator import brain, events, nodes, policy, state
+
+JOB = JobId("train")
+STRANGER = NodeId("n9")
+
+
+def running() -> state.Cluster:
+    """Two ranks on n0 and n1; n9 has nothing to do with them."""
+    cluster = state.new_cluster("test")
+    for name in ("n0", "n1", "n9"):
+        brain.step(cluster, wire.Hello(NodeId(name), name, 1, 1, 2, "b"), 0.0)
+    brain.step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2, spares=0)), 0.0)
+    job = cluster.jobs[JOB]
+    assert job.roster is not None
+    for seat in job.roster.seats:
+        told = (wire.SeatReport(seat.rank, 1, True, step=1),)
+        report = wire.PhaseReport(seat.node, JOB, job.generation, Phase.RESUME, told)
+        brain.step(cluster, report, 1.0)
+    assert job.state is JobState.RUNNING
+    return cluster
+
+
+def test_a_node_cannot_have_another_nodes_rank_fenced():
+    cluster = running()
+    job = cluster.jobs[JOB]
+    stopped = (wire.StallFact(Rank(0), 0, 1, 1, stopped=True),)
+    lie = wire.Stalled(STRANGER, JOB, job.generation, stopped, 4.0)
+    assert not brain.step(cluster, lie, 2.0).changed
+    brain.step(cluster, events.Tick(), 60.0)
+    assert job.state is JobState.RUNNING
+    assert job.migration is None
+
+
+def test_of_a_mixed_word_a_nodes_own_ranks_count():
+    cluster = running()
+    job = cluster.jobs[JOB]
+    facts = tuple(wire.StallFact(Rank(rank), 0, 1, 1, stopped=True) for rank in (0, 1, 7, -1))
+    brain.step(cluster, wire.Stalled(NodeId("n1"), JOB, job.generation, facts, 4.0), 2.0)
+    assert list(job.stalls) == [Rank(1)]
+
+
+def test_a_node_cannot_publish_for_another_nodes_rank():
+    cluster = running()
+    job = cluster.jobs[JOB]
+    evil = wire.Publish(STRANGER, JOB, job.generation, Rank(0), 10**15, "/tmp/evil", "r")
+    ((_, answer),) = brain.step(cluster, evil, 2.0).answers
+    assert not answer.accepted
+    assert answer.why == "rank 0 of train is not on n9"
+    assert job.published_step == -1
+
+
+def test_nobody_publishes_for_a_job_that_has_no_seats_yet():
+    cluster = running()
+    brain.step(cluster, events.Submitted(JobSpec(JobId("big"), "t.py", nodes=9, spares=0)), 2.0)
+    early = wire.Publish(STRANGER, JobId("big"), Generation(0), Rank(0), 5, "/tmp/evil", "r")
+    ((_, answer),) = brain.step(cluster, early, 2.0).answers
+    assert not answer.accepted
+
+
+def test_a_node_cannot_break_a_collective_that_it_has_no_part_in():
+    cluster = running()
+    job = cluster.jobs[JOB]
+    for rank in (0, 1, 5, -1):
+        lie = wire.Observed(STRANGER, JOB, Sign.BROKEN, Rank(rank), 0, job.generation, 1)
+        assert not brain.step(cluster, lie, 2.0).changed
+    brain.step(cluster, events.Tick(), 3.0 + policy.BROKEN_SECONDS_MAX)
+    assert job.migration is None
+
+
+def test_progress_counts_from_the_node_that_has_the_rank():
+    cluster = running()
+    job = cluster.jobs[JOB]
+    broken = wire.Observed(NodeId("n1"), JOB, Sign.BROKEN, Rank(1), 0, job.generation, 1)
+    brain.step(cluster, broken, 2.0)
+    brain.step(cluster, events.Tick(), 3.0 + policy.BROKEN_SECONDS_MAX)
+    assert job.migration is not None
+    job.migration.phase = Phase.REFORM
+    for node, ranks in ((STRANGER, (0, 1)), (NodeId("n1"), (0, -1, 99))):
+        told = tuple(wire.SeatReport(Rank(rank)) for rank in ranks)
+        lie = wire.PhaseReport(node, JOB, job.generation, Phase.TRANSFER, told)
+        assert not brain.step(cluster, lie, 20.0).changed
+    assert job.migration.progress == {}
+    told = (wire.SeatReport(Rank(1)),)
+    own = wire.PhaseReport(NodeId("n1"), JOB, job.generation, Phase.TRANSFER, told)
+    assert brain.step(cluster, own, 20.0).changed
+    assert job.migration.progress == {Rank(1): Phase.TRANSFER}
+
+
+def test_a_heartbeat_tells_of_the_jobs_on_its_node():
+    cluster = running()
+    pulses = tuple(wire.JobPulse(JobId(job), Generation(1), 9, 9, 0.1) for job in (JOB, "other"))
+    assert nodes.own_pulses(cluster, wire.Heartbeat(STRANGER, pulses)).jobs == ()
+    assert nodes.own_pulses(cluster, wire.Heartbeat(NodeId("n1"), pulses)).jobs == pulses[:1]
+    assert nodes.own_pulses(cluster, wire.Heartbeat(NodeId("new"), pulses)).jobs == ()
