@@ -98,3 +98,17 @@ def test_a_heartbeat_tells_of_the_jobs_on_its_node():
     assert nodes.own_pulses(cluster, wire.Heartbeat(STRANGER, pulses)).jobs == ()
     assert nodes.own_pulses(cluster, wire.Heartbeat(NodeId("n1"), pulses)).jobs == pulses[:1]
     assert nodes.own_pulses(cluster, wire.Heartbeat(NodeId("new"), pulses)).jobs == ()
+
+
+def test_doubt_about_a_job_is_raised_by_those_who_have_something_of_it():
+    cluster = running()
+    job = cluster.jobs[JOB]
+    obeyed = {str(JOB): Generation(job.promised + 10)}
+    brain.step(cluster, wire.Hello(STRANGER, "n9", 1, 1, 2, "b", obeyed=obeyed), 2.0)
+    assert job.unsure is None
+    worker = wire.WorkerFact(JOB, Rank(1), 7, 0, Generation(job.promised + 10))
+    for node, workers in ((NodeId("n1"), ()), (STRANGER, (worker,))):
+        cluster = running()
+        said = wire.Hello(node, node, 1, 1, 2, "b", workers, obeyed=obeyed)
+        brain.step(cluster, said, 2.0)
+        assert cluster.jobs[JOB].unsure is not None

@@ -17,7 +17,7 @@ import signal
 import ssl
 import sys
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig, load
 from keepstep.errors import Alone, Behind, ConfigError, Deposed, Transient
 from keepstep.ledger.signing import Signer
-from keepstep.model import Term
+from keepstep.model import NodeId, Term
 from keepstep.orchestrator import alerts, replica
 from keepstep.orchestrator.access import Gate
 from keepstep.orchestrator.api import Api
@@ -114,10 +114,13 @@ class Place:
     gate: Gate
     rules: alerts.Rules
     signer: Signer | None
+    heeded: dict[NodeId, float] = field(default_factory=dict)
+    """Nodes that made a leader step down: the next one has to know."""
 
     def lead(self, door: Door, begun: replica.Begun) -> Orchestrator:
         """A term has begun: from now on its leader answers at the door."""
         leader = Orchestrator(self.journal, self.config, RealClock(), self.token, log, begun)
+        leader.heeded = self.heeded
         api = Api(leader, self.journal, self.gate, self.rules, log, self.signer)
         door.handle_by(api.handle)
         return leader

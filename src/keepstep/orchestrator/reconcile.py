@@ -76,7 +76,7 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
     """What one agent knows of the jobs in doubt; its word may be what brings one into doubt."""
     for name, generation in sorted(event.obeyed.items()):
         job = turn.cluster.jobs.get(JobId(name))
-        if job is None or job.state.over:
+        if job is None or job.state.over or not _concerns(job, state, event):
             continue
         if generation > job.promised or job.unsure is not None:
             _doubt(turn, job, generation, event.node)
@@ -93,6 +93,13 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
                 user = Occupant(fact.job, fact.rank, fact.incarnation)
                 slots.occupy(turn.cluster, state.node, fact.slot, user)
         turn.touched = True
+
+
+def _concerns(job: Job, state: NodeState, event: Hello) -> bool:
+    """One node's word does not stop a job that it has nothing to do with."""
+    there = {user.job for user in state.uses.values()} | {fact.job for fact in event.workers}
+    seats = job.roster.seats if job.roster is not None else ()
+    return job.spec.job in there or any(seat.node == state.node for seat in seats)
 
 
 def _doubt(turn: Turn, job: Job, generation: Generation, node: NodeId) -> None:

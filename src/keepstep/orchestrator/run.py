@@ -63,7 +63,7 @@ from keepstep.orchestrator.stepped import (
     to_be_kept,
     with_its_age,
 )
-from keepstep.orchestrator.stepping_down import hears_nobody
+from keepstep.orchestrator.stepping_down import hears_nobody, heeds, why_not_term
 from keepstep.orchestrator.streams import NEWS, AgentStream, addressed, listen, refuse
 
 REREADS_MAX = 100
@@ -106,10 +106,9 @@ class Orchestrator:
         """Why we do not lead any longer than the present batch."""
         self._written_at = 0.0
         self._away = False  # The journal, when we last tried to write.
-        self._snapshot_seq = 0
-        self._snapshot_again_at = 0.0
-        self._tick_waiting = False
-        self._tick_due = clock.monotonic()
+        self._snapshot_seq, self._snapshot_again_at = 0, 0.0
+        self._tick_waiting, self._tick_due = False, clock.monotonic()
+        self.heeded: dict[NodeId, float] = {}  # Whose word made a leader here step down, and when.
         self._rereads = 0
         self._hurried = asyncio.Event()
         """Set by each step that changed something: the next tick may be due earlier now."""
@@ -473,8 +472,9 @@ class Orchestrator:
             return
         if hello.term_seen > self.term:
             # Either we are deposed and do not know it yet, or the journal has forgotten a term.
-            self._leave = Behind(min(hello.term_seen, reconcile.TERM_MAX))
-            await self._inbox.put(Waiting(events.Tick()))
+            if heeds(self.heeded, hello.node, self._clock.monotonic()):
+                self._leave = Behind(min(hello.term_seen, reconcile.TERM_MAX))
+                await self._inbox.put(Waiting(events.Tick()))
             return
         # The token is checked and forgotten: it must not reach the journal.
         hello = dataclasses.replace(hello, token="")
@@ -502,7 +502,8 @@ class Orchestrator:
         if why := admission.why_not_agent(hello, self._token, shown, secure=secure):
             return why
         boot = self._boots[hello.node] if hello.node in self._streams else ""
-        return admission.why_taken(hello, boot, self.cluster.nodes.get(hello.node))
+        known = self.cluster.nodes.get(hello.node)
+        return why_not_term(hello, self.term) or admission.why_taken(hello, boot, known)
 
     async def _receive(self, stream: AgentStream, message: wire.Message) -> None:
         if self._streams.get(stream.node) is not stream:
@@ -543,5 +544,4 @@ class Orchestrator:
         try:
             self._inbox.put_nowait(Waiting(events.LinkLost(stream.node)))
         except asyncio.QueueFull:
-            # Silence will say the same within seconds.
-            return
+            return  # Silence will say the same within seconds.

@@ -1,8 +1,13 @@
-"""A leader that hears nobody while it can write: others may be nearer to the agents. Pure.
+"""When a leader steps down by itself: it hears nobody, or an agent has seen a later term. Pure.
 
+If it hears nobody while it can write, others may be nearer to the agents.
 Its network may be cut towards the nodes and not towards the database, and it would keep its lease
 for ever. So it lets go of it, once per silence: only streams that are open count, and the next
 leader has none. Agents that leave in good order close theirs.
+
+An agent that has seen a later term is the proof that the journal was put back. One that lies, or
+is broken, must not be able to depose every leader there is: no backup is a million terms old, and
+one node is heeded once a minute.
 """
 
 from __future__ import annotations
@@ -10,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from keepstep.errors import Alone
-from keepstep.model import NodeId
+from keepstep.model import NodeId, Term
+from keepstep.wire import Hello
 
 ALONE_SECONDS = 2.5
 """Five heartbeats of every node up to 4,000 of them; of more at least one each, at moments of their
@@ -19,6 +25,10 @@ NODES_MIN = 2
 """One node alone may simply be restarting its agent."""
 OTHERS_SECONDS = 5.0
 """How long the others have to take the lease, before it is taken again."""
+TERMS_AHEAD_MAX = 1_000_000
+"""Ten days of a new leader each second: a term beyond was never begun."""
+HEED_SECONDS = 60.0
+"""Between two leaders that step down because of the same node's word."""
 
 
 def hears_nobody(
@@ -29,3 +39,22 @@ def hears_nobody(
     if len(heard) < NODES_MIN or now - max(heard) <= ALONE_SECONDS:
         return None
     return Alone(f"none of {len(heard)} nodes was heard for {now - max(heard):.1f} s")
+
+
+def why_not_term(hello: Hello, term: Term) -> str:
+    """Why what an agent says it has seen cannot be; empty if it can."""
+    if hello.term_seen <= term + TERMS_AHEAD_MAX:
+        return ""
+    return (
+        f"no leader ever began term {hello.term_seen}, and this is {term}; clear the agent's room"
+    )
+
+
+def heeds(heeded: dict[NodeId, float], node: NodeId, now: float) -> bool:
+    """Whether to step down because of this node's word; `heeded` remembers those of a while."""
+    for known in [known for known, at in heeded.items() if now - at >= HEED_SECONDS]:
+        del heeded[known]
+    if node in heeded:
+        return False
+    heeded[node] = now
+    return True
