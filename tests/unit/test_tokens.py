@@ -52,6 +52,25 @@ def test_a_file_that_became_unreadable_closes_the_door_instead_of_leaving_it_aja
         Tokens(OWN, path)
 
 
+def test_a_file_that_could_not_be_read_once_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "tokens.json"
+    tokens.new(path, "alice", Role.ADMIN)
+    known = Tokens(OWN, path)
+    text, _ = tokens.new(path, "bob", Role.VIEWER)
+
+    def fails(_: Path) -> tokens.TokenFile:
+        raise ConfigError("the disk is slow")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tokens, "read", fails)
+        assert "the disk is slow" in known.refresh(10.0)
+        assert known.refresh(20.0) == "", "the same trouble is told once"
+    assert known.refresh(30.0) == ""
+    assert known.caller(text, 0.0) is not None
+
+
 def test_a_token_may_end_by_itself(tmp_path: Path):
     path = tmp_path / "tokens.json"
     text, token = tokens.new(path, "guest", Role.VIEWER, seconds=60)

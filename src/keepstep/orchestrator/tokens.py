@@ -93,7 +93,9 @@ class Tokens:
     def __init__(self, cluster_token: str, path: Path | None = None) -> None:
         self._own = digest(cluster_token)
         self._path = path
-        self._stamp: tuple[int, int] = (0, 0)
+        self._stamp: tuple[int, int] | None = (0, 0)
+        """Of the file as it was read; None: it could not be read."""
+        self._told = ""
         self._looked_at = 0.0
         self._known: dict[str, Token] = {}
         if path is not None:
@@ -120,13 +122,16 @@ class Tokens:
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return ""
-        self._stamp = stamp
+        before = self._told
         try:
             self._known = _by_digest(read(self._path))
         except ConfigError as error:
-            # Closed rather than stale: a token that was just taken back must not go on working.
-            self._known = {}
-            return f"{error}; until then only the cluster's own token is accepted"
+            # Closed rather than stale: a token that was just taken back must not go on working. And
+            # read again at the next look: the trouble may have been the disk's, not the file's.
+            self._known, self._stamp = {}, None
+            self._told = f"{error}; until then only the cluster's own token is accepted"
+            return self._told if self._told != before else ""
+        self._stamp, self._told = stamp, ""
         return ""
 
 
