@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -17,7 +18,7 @@ from keepstep import codec, wire
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig
 from keepstep.model import JobId, JobSpec, NodeId, Phase, Policy, Severity, Sign
-from keepstep.orchestrator import admission, events
+from keepstep.orchestrator import access, admission, events, forecast
 from keepstep.orchestrator.access import WITHHELD, Gate, Sight, refusal
 from keepstep.orchestrator.api import ROUTES, Api
 from keepstep.orchestrator.http import BadRequest, Request, Response, Streamed
@@ -319,6 +320,38 @@ async def test_listeners_are_counted_for_as_long_as_they_listen(made: Served):
     assert (await made.ask("own", "GET", "/v1/events"))[0] == 200
 
 
+@in_two_projects
+async def test_one_caller_leaves_streams_to_others(made: Served):
+    made.api._gate = gate = Gate(made.gate._tokens, event_streams_max=8)
+    route = next(route for route in ROUTES if route.path == "/v1/events")
+    caller = Caller("vieweraa", Role.VIEWER, "a")
+    gate._streams[caller.name] = 1
+    gate.check(route, caller)
+    gate._streams[caller.name] = 2
+    with pytest.raises(BadRequest, match="too many clients"):
+        gate.check(route, caller)
+    gate.check(route, Caller("another", Role.VIEWER, "b"))
+
+
+@in_two_projects
+async def test_a_stream_ends_with_its_token(made: Served):
+    headers = {"authorization": f"Bearer {made.texts['viewera']}"}
+    request = Request("GET", "/v1/events", {}, headers)
+    caller = made.gate.caller(request)
+    assert caller is not None
+
+    async def told() -> AsyncIterator[bytes]:
+        while True:
+            yield b": alive"
+
+    parts = made.gate.counted(told(), request, caller)
+    assert await anext(parts) == b": alive"
+    made.gate._tokens._known.clear()
+    with patch.object(access, "AGAIN_SECONDS", -1.0), pytest.raises(StopAsyncIteration):
+        await anext(parts)
+    assert not made.gate._streams
+
+
 BEGIN, END = "<!-- roles: written by tests/unit/test_access.py -->\n", "<!-- end of roles -->\n"
 
 
@@ -371,6 +404,7 @@ def test_a_chain_withholds_who_had_the_name_before_and_what_tells_of_others():
         link(5, submitted("x", "b")),
         link(6, {"kind": "NodeSilent", "body": {"node": "n"}}, why="x and j lose a rank"),
         link(7, {"kind": "StopAsked", "body": {"job": "j"}}, why="j ends"),
+        link(8, {"kind": "Hello", "body": {"node": "n", "obeyed": {"j": 2, "forgotten": 1}}}),
     ]
     seen = list(sight.links("j", chain, "a"))
     assert [one.hash for one in seen] == [one.hash for one in chain]
@@ -397,10 +431,69 @@ def test_a_sentence_that_names_another_projects_job_is_withheld_whole(text: str,
     assert sight.cleaned({"x": [text]})["x"] == [WITHHELD if withheld else text]
 
 
+def test_a_job_called_like_a_word_of_the_journal_hides_nothing_of_others():
+    words = ("kind", "rank", "node", "job", "why", "StopAsked", "n1", "exit")
+    sight = Sight("a", {"j": "a", **dict.fromkeys(words, "b")})
+    seen = {"kind": "Observed", "body": {"job": "j", "node": "n1", "rank": 0, "sign": "exit"}}
+    chain = [
+        link(1, submitted("j", "a")),
+        link(2, {"kind": "StopAsked", "body": {"job": "j"}}),
+        link(3, seen),
+        link(4, {"kind": "StopAsked", "body": {"job": "j"}}, why="rank is stopped for j"),
+    ]
+    shown = [WITHHELD not in one.body for one in sight.links("j", chain, "a")]
+    assert shown == [True, True, True, False]
+
+
+@in_two_projects
+async def test_a_project_asks_about_the_nodes_that_it_uses(made: Served):
+    cluster = made.orchestrator.cluster
+    theirs = {n for n, s in cluster.nodes.items() if any(u.job == "mine" for u in s.uses.values())}
+    other = next(node for node in cluster.nodes if node not in theirs)
+    for fault in (f"node:{other}", f"drain:{other}", "node:zzz", "domain:zzz"):
+        status, text = await made.ask("viewera", "GET", f"/v1/jobs/mine/policy?fault={fault}")
+        assert status == 400
+        text = text.replace(forecast.KINDS, "")
+        assert not any(node in text for node in cluster.nodes.keys() - theirs - {other})
+        assert f"there are: {other}" not in text
+    own = f"/v1/jobs/mine/policy?fault=node:{min(theirs)}"
+    assert (await made.ask("viewera", "GET", own))[0] == 200
+    many = ",".join(["rank:0"] * 9)
+    assert (await made.ask("own", "GET", f"/v1/jobs/mine/policy?fault={many}"))[0] == 400
+
+
+@in_two_projects
+async def test_a_job_cannot_be_called_like_a_node(made: Served):
+    spec = codec.to_plain(JobSpec(JobId("n1"), "t.py"))
+    assert (await made.ask("own", "POST", "/v1/jobs", spec))[0] == 400
+
+
+def test_a_taint_of_a_slot_is_for_those_on_the_slot():
+    use = {"job": "j", "slot": 0}
+    lists = ("incidents", "loans", "connected", "pulses")
+    plain: dict[str, Any] = {
+        "jobs": {},
+        "nodes": {"n1": {"uses": [use, {"job": "x", "slot": 1}]}, "n2": {"uses": []}},
+        "taints": [{"place": place} for place in ("n1", "n1/0", "n1/1", "n2", "n2/0")],
+        "frozen": None,
+        "self_doubt": None,
+        "paces": {},
+        "agents": {},
+        **{name: [] for name in lists},
+    }
+    shown = Sight("a", {"j": "a", "x": "b"}).picture(plain)["taints"]
+    assert [taint["place"] for taint in shown] == ["n1", "n1/0"]
+
+
 BAD_SPECS: list[dict[str, Any]] = [
     {"job": ""},
     {"job": "a/b"},
     {"job": "x" * 65},
+    {"job": "boot"},
+    {"job": "agent.lock"},
+    {"job": "logs"},
+    {"job": "rank"},
+    {"job": "kind"},
     {"nodes": 0},
     {"nodes": -1},
     {"nodes": 10**9},

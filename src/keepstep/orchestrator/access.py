@@ -10,21 +10,30 @@ from __future__ import annotations
 
 import re
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from keepstep import codec, tls
+from keepstep.model import NodeId
 from keepstep.orchestrator.http import BadRequest, Request
 from keepstep.orchestrator.journal import Link
 from keepstep.orchestrator.routes import Route
-from keepstep.orchestrator.tokens import MAY, Caller, Role, Tokens
+from keepstep.orchestrator.state import Cluster
+from keepstep.orchestrator.tokens import CLUSTER, MAY, Caller, Role, Tokens
 
 ANOTHER = "another project's"
 WITHHELD = "(withheld: it names another project's job)"
 _WITHHELD_BODY = codec.dumps({"withheld": WITHHELD}).decode()
 _WORD = re.compile(r"[A-Za-z0-9._-]+")
 """What a job's name may be, among other text."""
+_VOCABULARY = frozenset({"kind", "sign", "phase", "state", "severity", "outcome", "node", "source"})
+"""Fields whose single words are ours, or the operators': a job that is called like one of them
+hides nothing of others' journals."""
+STREAMS_PART = 4
+"""One caller follows with this part of all streams of events at most: others want to listen too."""
+AGAIN_SECONDS = 1.0
+"""Between two looks at whether a listener's token is still good."""
 CALLERS_MAX = 4096
 """Callers whose rates are remembered; the ones that have been quiet longest are forgotten."""
 
@@ -43,16 +52,26 @@ class Gate:
         self._tokens = tokens
         self._rates = Rates(requests_per_second_max)
         self._problem = problem
-        self._streams_left = event_streams_max
+        self._streams_max = event_streams_max
+        self._streams: Counter[str] = Counter()
 
-    async def counted(self, told: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """A stream of events, which counts for as long as somebody listens."""
-        self._streams_left -= 1
+    async def counted(
+        self, told: AsyncIterator[bytes], request: Request, caller: Caller
+    ) -> AsyncIterator[bytes]:
+        """A stream of events, which counts for as long as somebody listens, and ends with the
+        token that it was asked with."""
+        self._streams[caller.name] += 1
+        looked_at = time.monotonic()
         try:
             async for part in told:
+                if time.monotonic() >= looked_at + AGAIN_SECONDS:
+                    looked_at = time.monotonic()
+                    if self.caller(request) != caller:
+                        return
                 yield part
         finally:
-            self._streams_left += 1
+            self._streams[caller.name] -= 1
+            self._streams += Counter()  # Without those that have none left.
 
     def caller(self, request: Request) -> Caller | None:
         """Whose token the request carries; None: nobody's."""
@@ -70,12 +89,19 @@ class Gate:
 
     def check(self, route: Route, caller: Caller) -> None:
         """Raises BadRequest if this caller may not have this route, or not now."""
-        if route.answer == "text/event-stream" and self._streams_left < 1:
+        if route.answer == "text/event-stream" and self._too_many(caller):
             raise BadRequest(429, "too many clients follow the events", "close some, or wait")
         if why := refusal(route, caller):
             raise BadRequest(403, why, "ask with a token of another role; see docs/security.md")
         if not self._rates.allow(caller.name, time.monotonic()):
             raise BadRequest(429, f"too many requests of {caller.name}", "wait a second")
+
+    def _too_many(self, caller: Caller) -> bool:
+        if self._streams.total() >= self._streams_max:
+            return True
+        # Whoever has the cluster's own token runs it, and all the launchers may have that one.
+        part = -(-self._streams_max // STREAMS_PART)
+        return caller.name != CLUSTER and self._streams[caller.name] >= part
 
 
 def refusal(route: Route, caller: Caller) -> str:
@@ -120,6 +146,14 @@ class Sight:
     def job(self, name: str) -> bool:
         return self.all or name in self._own
 
+    def places(self, cluster: Cluster) -> Collection[NodeId]:
+        """The nodes that have something of ours; without a project, all."""
+        if self.all:
+            return cluster.nodes
+        nodes = cluster.nodes.values()
+        mine = (n.node for n in nodes if any(self.job(user.job) for user in n.uses.values()))
+        return frozenset(mine)
+
     def picture(self, plain: Mapping[str, Any]) -> dict[str, Any]:
         """A whole cluster's."""
         if self.all:
@@ -127,6 +161,7 @@ class Sight:
         jobs = {name: self.cleaned(job) for name, job in plain["jobs"].items() if self.job(name)}
         nodes = {name: self.node(node) for name, node in plain["nodes"].items()}
         seen = {name: node for name, node in nodes.items() if node is not None}
+        places = {f"{name}/{use['slot']}" for name, node in seen.items() for use in node["uses"]}
         shown: dict[str, Any] = {
             **plain,
             "jobs": jobs,
@@ -135,7 +170,7 @@ class Sight:
             "taints": [
                 self.cleaned(taint)
                 for taint in plain["taints"]
-                if taint["place"].partition("/")[0] in seen
+                if taint["place"] in seen or taint["place"] in places
             ],
             "loans": [loan for loan in map(self._loan, plain["loans"]) if loan is not None],
             "frozen": self.cleaned(plain["frozen"]),
@@ -211,14 +246,20 @@ class Sight:
         named = entry["event"]["body"]
         facts = (*named.get("workers", ()), *named.get("standbys", ()))
         about = [named.get("job"), named.get("spec", {}).get("job"), *(f["job"] for f in facts)]
-        return any(name not in (None, job) for name in about) or self._anywhere(entry)
+        keys = (*named.get("obeyed", ()), *entry.get("jobs", ()))
+        if any(name not in (None, job) for name in about) or any(k not in self._own for k in keys):
+            return True
+        return self._anywhere(entry)
 
-    def _anywhere(self, plain: Any) -> bool:
+    def _anywhere(self, plain: Any, field: str = "") -> bool:
+        """Keys are words of ours: where they are names of jobs, they were looked at above."""
         if isinstance(plain, Mapping):
-            return any(self._anywhere(item) for pair in plain.items() for item in pair)
+            return any(self._anywhere(value, key) for key, value in plain.items())
         if isinstance(plain, list | tuple):
-            return any(map(self._anywhere, plain))
-        return isinstance(plain, str) and self._names(plain)
+            return any(self._anywhere(item, field) for item in plain)
+        if not isinstance(plain, str) or (field in _VOCABULARY and " " not in plain):
+            return False
+        return self._names(plain)
 
     def _names(self, text: str) -> bool:
         return any(word.strip(".-") in self._others for word in _WORD.findall(text))

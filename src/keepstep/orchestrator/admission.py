@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from keepstep import tls, wire
-from keepstep.model import JobSpec, Policy, Rank
+from keepstep.model import JobSpec, NodeId, Policy, Rank
 from keepstep.orchestrator import planned
 from keepstep.orchestrator.http import BadRequest
 from keepstep.orchestrator.state import Job, NodeState
@@ -23,6 +23,16 @@ JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A job's name becomes part of paths and of URLs."""
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 """As long as a host's."""
+FILES = re.compile(
+    r"(agent-state\.json|boot|store\.port)(\.new)?|agent\.(lock|sock)|logs|store\.log"
+    r"|preload\.(log|sock)"
+)
+"""What an agent keeps in its room, where each job has a directory of its name (agent/room.py)."""
+WORDS = re.compile(
+    "a|all|and|are|at|boundary|by|fenced|for|from|generation|has|in|incarnation|is|it|its|kind|no|"
+    "node|nodes|not|of|on|or|rank|ranks|slot|spare|standby|step|that|the|to|was|with"
+)
+"""A sentence with another project's job in it is withheld: these are in most sentences."""
 BOUNDS: Mapping[str, tuple[int, int]] = {
     "nodes": (1, 100_000),
     "ranks_per_node": (1, 1024),
@@ -38,14 +48,18 @@ SLOTS_MAX = 1024
 LABELS_MAX = 64
 
 
-def check(spec: JobSpec) -> None:
-    """Raises BadRequest if no job can be meant by this."""
+def check(spec: JobSpec, nodes: Collection[NodeId] = ()) -> None:
+    """Raises BadRequest if no job can be meant by this. `nodes`: their names are taken."""
     if not JOB_NAME.fullmatch(spec.job):
         raise BadRequest(
             400,
             f"{spec.job[:80]!r} cannot be a job's name",
             "use up to 64 letters, digits, dots, dashes and underscores",
         )
+    ours = FILES.fullmatch(spec.job) or WORDS.fullmatch(spec.job.strip(".-"))
+    if ours or NodeId(spec.job) in nodes:
+        why = f"{spec.job} has another meaning here: a node, a file of the agents', a word of ours"
+        raise BadRequest(400, why, "give the job another name (--job)")
     for field, (low, high) in BOUNDS.items():
         if not low <= getattr(spec, field) <= high:
             raise BadRequest(400, f"{field} is out of range", f"give {low} to {high}")

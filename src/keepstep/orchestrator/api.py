@@ -189,8 +189,10 @@ class Api:
         asked = tuple(filter(None, call.request.query.get("fault", "").split(",")))
         now, cluster = self._orchestrator.now(), self._orchestrator.cluster
         try:
-            plain = forecast.policy_view(cluster, job, asked, now)
-            return json_response(self._sight(call).cleaned(plain))
+            sight, seen = self._sight(call), self._sight(call).places(cluster)
+            return json_response(
+                sight.cleaned(forecast.policy_view(cluster, job, asked, now, seen))
+            )
         except ConfigError as error:
             raise BadRequest(400, str(error), forecast.KINDS) from error
 
@@ -222,7 +224,7 @@ class Api:
     async def _events(self, call: Call) -> Reply:
         last = call.request.headers.get("last-event-id") or call.request.query.get("after", "")
         told = telling.events(self._orchestrator, last, lambda record: self._seen(record, call))
-        return Streamed(self._gate.counted(told), "text/event-stream")
+        return Streamed(self._gate.counted(told, call.request, call.caller), "text/event-stream")
 
     def _seen(self, record: dict[str, Any], call: Call) -> dict[str, Any] | None:
         return self._sight(call).record(record)
@@ -239,7 +241,7 @@ class Api:
 
     async def _submit(self, call: Call) -> Reply:
         spec = codec.from_plain(JobSpec, call.request.json())
-        admission.check(spec)
+        admission.check(spec, self._orchestrator.cluster.nodes)
         known = self._orchestrator.cluster.jobs.get(spec.job)
         spec = admission.owned(spec, call.caller, known)
         decision = await self._decide(events.Submitted(spec), call)

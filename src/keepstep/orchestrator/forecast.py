@@ -10,6 +10,7 @@ are played as if they were not; the answer says so.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +24,21 @@ from keepstep.orchestrator.remedies import remedies
 from keepstep.orchestrator.state import Cause, Cluster, Job, natural, slot_key
 from keepstep.orchestrator.turn import Turn
 
+FAULTS_MAX = 8
+"""In one question: each is played on a copy of the whole cluster."""
 KINDS = "give rank:2, node:n3, domain:NAME or drain:n3"
 
 
-def policy_view(cluster: Cluster, name: JobId, faults: tuple[str, ...], now: float) -> Any:
+def policy_view(
+    cluster: Cluster,
+    name: JobId,
+    faults: tuple[str, ...],
+    now: float,
+    seen: Collection[NodeId] | None = None,
+) -> Any:
     """A job's policy, its present budgets, and what each of these faults would lead to.
+
+    `seen` are the nodes that whoever asks may know of; None: all.
 
     Raises ConfigError for a fault that cannot be: it says which can.
     """
@@ -35,6 +46,8 @@ def policy_view(cluster: Cluster, name: JobId, faults: tuple[str, ...], now: flo
     usual = codec.to_plain(Policy())
     values = codec.to_plain(job.spec.policy)
     told = faults or _usual_faults(job)
+    if len(told) > FAULTS_MAX:
+        raise ConfigError(f"{len(told)} faults in one question; ask for {FAULTS_MAX} at most")
     return {
         "job": name,
         "state": job.state.value,
@@ -47,7 +60,7 @@ def policy_view(cluster: Cluster, name: JobId, faults: tuple[str, ...], now: flo
             phase.value: {"seconds": budget.seconds, "why": budget.why}
             for phase, budget in budgets.phases(job).items()
         },
-        "forecasts": [forecast(cluster, name, text, now) for text in told],
+        "forecasts": [forecast(cluster, name, text, now, seen) for text in told],
     }
 
 
@@ -57,7 +70,9 @@ def _usual_faults(job: Job) -> tuple[str, ...]:
     return ("rank:0", f"node:{job.roster.seats[0].node}")
 
 
-def forecast(cluster: Cluster, name: JobId, text: str, now: float) -> dict[str, Any]:
+def forecast(
+    cluster: Cluster, name: JobId, text: str, now: float, seen: Collection[NodeId] | None = None
+) -> dict[str, Any]:
     """What one fault would lead to."""
     before = cluster.jobs[name]
     if before.roster is None or before.state.over:
@@ -66,7 +81,7 @@ def forecast(cluster: Cluster, name: JobId, text: str, now: float) -> dict[str, 
     copy.frozen = ""
     job = copy.jobs[name]
     job.spec = replace(job.spec, policy=replace(job.spec.policy, mode=Mode.ACT))
-    said = _play(copy, job, text, now)
+    said = _play(copy, job, text, now, copy.nodes if seen is None else seen)
     said += _borrow(copy, job, now)
     gone = sorted(job.migration.gone) if job.migration else []
     waits = [leave.waits for leave in job.leaving.values() if leave.waits]
@@ -80,17 +95,20 @@ def forecast(cluster: Cluster, name: JobId, text: str, now: float) -> dict[str, 
     }
 
 
-def _play(copy: Cluster, job: Job, text: str, now: float) -> list[str]:
+def _play(copy: Cluster, job: Job, text: str, now: float, seen: Collection[NodeId]) -> list[str]:
     kind, _, what = text.partition(":")
     match kind:
         case "rank":
             return _kill(copy, job, what, now)
         case "node":
-            return _lose(copy, [_known_node(copy, what)], now)
+            return _lose(copy, [_known_node(seen, what)], now)
         case "domain":
-            return _lose(copy, _known_domain(copy, what), now)
+            lost = _known_domain(copy, what, seen)
+            said = _lose(copy, lost, now)
+            unseen = tuple(f"node {node} " for node in lost if node not in seen)
+            return [why for why in said if not why.startswith(unseen)]
         case "drain":
-            asked = DrainAsked(_known_node(copy, what), "a drain")
+            asked = DrainAsked(_known_node(seen, what), "a drain")
             return [note.why for note in brain.step(copy, asked, now).notes]
         case _:
             raise ConfigError(f"{text!r} is no fault; {KINDS}")
@@ -115,18 +133,18 @@ def _kill(copy: Cluster, job: Job, what: str, now: float) -> list[str]:
     return [note.why for note in turn.notes]
 
 
-def _known_node(copy: Cluster, name: str) -> NodeId:
-    if NodeId(name) not in copy.nodes:
-        listed = ", ".join(sorted(copy.nodes, key=natural)[:8])
+def _known_node(seen: Collection[NodeId], name: str) -> NodeId:
+    if NodeId(name) not in seen:
+        listed = ", ".join(sorted(seen, key=natural)[:8])
         raise ConfigError(f"no node is called {name!r}; there are: {listed}")
     return NodeId(name)
 
 
-def _known_domain(copy: Cluster, name: str) -> list[NodeId]:
+def _known_domain(copy: Cluster, name: str, seen: Collection[NodeId]) -> list[NodeId]:
     there = {node: known.labels.get(placing.DOMAIN, "") for node, known in copy.nodes.items()}
     found = [node for node, domain in there.items() if domain == name]
-    if not name or not found:
-        listed = ", ".join(sorted(set(there.values()) - {""})[:8])
+    if not name or not any(node in seen for node in found):
+        listed = ", ".join(sorted({there[node] for node in seen} - {""})[:8])
         raise ConfigError(
             f"no node is in a domain {name!r}; there are: "
             + (listed or f"none, as no agent has a label {placing.DOMAIN}")
