@@ -18,7 +18,7 @@ from tests.process.job import SmallJob
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
 ROOT = Path(__file__).resolve().parents[2]
 
-LOOP = """
+LOOP = '''
 import json, os, sys, time
 import torch, torch.distributed as dist
 from torch import nn
@@ -35,13 +35,18 @@ torch.manual_seed(100 + rank)
 batches = [(torch.full((4, 8), i * world + rank + 0.5),) for i in range(STEPS)]
 commits = []
 
+def pace():
+    """No time in the reference, and none when the test waits for nothing but the end."""
+    if not os.path.exists("hurry"):
+        time.sleep(float(os.environ.get("PACE", "0")))
+
 def result(**more):
     weights = [p.detach().double().sum().item().hex() for p in model.parameters()]
     out = {"weights": weights, "rng": torch.rand(1).item(), "commits": commits, **more}
     os.makedirs("result", exist_ok=True)
     with open(f"result/rank-{rank}.json", "w") as file:
         json.dump(out, file)
-"""
+'''
 
 
 def loop(body: str, steps: int = 150) -> str:
@@ -56,7 +61,7 @@ for (x,) in session.steps(batches):
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
         optimizer.step()
-        time.sleep(0.01)
+        pace()
 result()
 """
 
@@ -158,15 +163,23 @@ for (x,) in session.steps(batches):
     with session.attempt():
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
-        if os.path.exists("part") and session.step >= 20 and not session.rehearsing:
-            # Rank 1 goes ahead; rank 0 waits for a word of rank 2, which dies instead.
-            if rank == 2:
-                os.unlink("part")
-                os.kill(os.getpid(), signal.SIGKILL)
-            if rank == 0:
-                dist.recv(torch.zeros(1), 2)
+        # Rank 0 tells in which step, for all see the file when they see it.
+        part = torch.tensor(float(os.path.exists("part") and session.step >= 20))
+        dist.broadcast(part, 0)
+        part = part.item() and not session.rehearsing
+        if part and rank == 2:
+            # Rank 1 goes ahead; rank 0 waits for a word of this one, which dies instead.
+            until = time.monotonic() + 5.0
+            while not os.path.exists("ahead") and time.monotonic() < until:
+                time.sleep(0.01)
+            os.unlink("part")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if part and rank == 0:
+            dist.recv(torch.zeros(1), 2)
         optimizer.step()
-        time.sleep(0.01)
+        if part and rank == 1:
+            open("ahead", "w").close()
+        pace()
 result()
 """
 
@@ -189,9 +202,12 @@ def test_who_lags_keeps_its_state_until_the_newer_one_lands(tmp_path: Path, wind
     ) as job:
         job.wait_ready(2)
         (failpoints / f"rank-1-{window}").write_text("kill")
-        (tmp_path / "part").touch()
+        part = tmp_path / "part"
+        part.touch()
+        job.cluster.wait_until(lambda _: not part.exists(), 60.0, "the death of rank 2")
         assert job.end()["exit_code"] == 0
         (incident,) = job.incidents()
+    assert (tmp_path / "ahead").exists()
     assert (failpoints / f"rank-1-{window}.hit").exists()
     assert incident["outcome"] == "resumed"
     check_as_bare(tmp_path, script)
@@ -203,24 +219,33 @@ session = keepstep.session(model=model, optimizer=optimizer)
 for (x,) in session.steps(batches[:10], passes=15):
     # At the start of a pass the recorded place is the end of the last one.
     ripe = session.step % 10 == 0 and not session.rehearsing
-    if rank == 2 and ripe and os.path.exists("part-2"):
-        os.unlink("part-2")
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0 and ripe and os.path.exists("part-0"):
-        until = time.monotonic() + 1.0
-        while os.path.exists("part-2") and time.monotonic() < until:
+    here, until = f"here-{session.step}", time.monotonic() + 1.0
+    if rank == 2 and ripe and os.path.exists("part"):
+        # Only where rank 0 waits for it: of the two, one alone can take the file away.
+        while time.monotonic() < until:
+            try:
+                os.rename(here, "gone")
+            except FileNotFoundError:
+                time.sleep(0.01)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0 and ripe and os.path.exists("part"):
+        open(here, "w").close()
+        while os.path.exists(here) and time.monotonic() < until:
             time.sleep(0.01)
-        if not os.path.exists("part-2"):
+        try:
+            os.unlink(here)
+        except FileNotFoundError:
             # Rank 2 is dead. One weight rots here while this rank is between two attempts, with
             # the batches of the next one in its hands.
-            os.unlink("part-0")
+            os.unlink("part")
             next(model.parameters()).detach()[0, 0] += 1.0
             time.sleep(1.0)
     with session.attempt():
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
         optimizer.step()
-        time.sleep(0.01)
+        pace()
 result()
 """
 
@@ -231,11 +256,11 @@ def test_a_survivor_that_receives_between_two_attempts_keeps_its_place_in_the_da
     script = loop(FLIP_BODY)
     with SmallJob(tmp_path, script, slots=(5,), ranks_per_node=4) as job:
         job.wait_ready()
-        (tmp_path / "part-2").touch()
-        (tmp_path / "part-0").touch()
+        part = tmp_path / "part"
+        part.touch()
+        job.cluster.wait_until(lambda _: not part.exists(), 60.0, "a weight that rots")
         assert job.end()["exit_code"] == 0
         (incident,) = job.incidents()
-    assert not (tmp_path / "part-0").exists()
     assert incident["outcome"] == "resumed"
     check_as_bare(tmp_path, script, world=4)
 
@@ -255,7 +280,7 @@ for (x,) in session.steps(batches):
                 extra = torch.full((1,), float(session.step + rank))
                 dist.all_reduce(extra, group=pair)
         optimizer.step()
-        time.sleep(0.01)
+        pace()
 result(extra=extra.item())
 """
 
@@ -277,7 +302,7 @@ for (x,) in session.steps(batches):
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
         optimizer.step()
-        time.sleep(0.01)
+        pace()
 result()
 """
 
@@ -311,7 +336,7 @@ for (x,) in session.steps(batches):
         optimizer.step()
         average.value += total.item() / (average.count + 1)
         average.count += 1
-        time.sleep(0.01)
+        pace()
 result(average=average.value.hex(), count=average.count)
 """
 
@@ -337,7 +362,7 @@ for (x,) in session.steps(batches):
         optimizer.step()
         first = next(model.parameters()).detach().view(-1)
         MOVE
-        time.sleep(0.01)
+        pace()
 result(teacher=[p.double().sum().item().hex() for p in teacher.parameters()])
 """
 
