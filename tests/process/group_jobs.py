@@ -213,14 +213,15 @@ def blocked_construction(store, rank, size):
     began = []
 
     def abort():
-        # The key that the constructor writes tells that it is inside.
-        client(store.port).wait(["building"], timedelta(seconds=30))
+        until = time.monotonic() + 30
+        while groups.prepared(1) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        # From there to the connecting, of which nobody tells.
         time.sleep(0.3)
         began.append(time.monotonic())
         groups.abort()
 
     threading.Thread(target=abort, daemon=True).start()
-    store.set("building", "1")
     try:
         groups.reform(lambda: store, "p", 1, connect_seconds_max=20)
     except GroupsBroken:
@@ -316,7 +317,7 @@ def prepared_ahead(store, rank, size):
     groups.abort(4)
     groups.reform(opens("met"), "p/met", 4)
     totals |= {total(), total(later)}
-    return [sorted(totals), refused, freed < 1.0, differs, sorted(opened)]
+    return [sorted(totals), refused, freed < 5.0, differs, sorted(opened)]
 
 
 def lazy_group(store, rank, size):
