@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -70,8 +71,10 @@ class Sharded(SmallJob):
         super().__init__(directory, SCRIPT, environment=environment, **options)
 
     def wait_ready(self, spares: int = 1) -> None:
+        quick = self.directory / "quick"
+        quick.unlink(missing_ok=True)
         super().wait_ready(spares)
-        (self.directory / "quick").touch()
+        quick.touch()
 
     def arm(self, rank: int, point: str, action: str = "kill") -> Path:
         """A failpoint for the next step; returns the file that shows it was reached."""
@@ -102,7 +105,7 @@ class Sharded(SmallJob):
         progress = self.progress(0)
         assert progress is not None
         # Steps take long enough for every rank to read it in time.
-        last = progress.step + 10
+        last = progress.step + 15
         fresh = self.directory / "finish.new"
         fresh.write_text(str(last))
         fresh.rename(self.directory / "finish")
@@ -186,7 +189,7 @@ def test_who_did_not_hear_the_vote_makes_the_update_that_others_made(
         job.wait_step(0, 4)
         progress = job.progress(0)
         assert progress is not None
-        (tmp_path / "unheard.new").write_text(str(progress.step + 5))
+        (tmp_path / "unheard.new").write_text(str(progress.step + 20))
         (tmp_path / "unheard.new").rename(tmp_path / "unheard")
         job.wait_moved(2)
         last = job.finish()
@@ -203,8 +206,11 @@ def test_a_shard_without_a_holder_left_is_a_declared_fallback(
     with Sharded(tmp_path, "hsdp") as job:
         job.wait_ready(2)
         job.wait_step(0, 4)
-        for rank in (1, 3):
-            job.kill(rank)
+        holders = [job.progress(rank) for rank in (1, 3)]
+        # Both at once: a recovery between the two deaths would find a holder.
+        for holder in holders:
+            assert holder is not None
+            os.kill(holder.pid, signal.SIGKILL)
         job.wait(lambda j: j["fallbacks"] == 1 and j["state"] == "running", "a fallback")
         job.wait_step(0, 2)
         last = job.finish()
