@@ -13,7 +13,8 @@ from tests.process.job import SmallJob
 from tests.process.test_session import PLAIN_BODY, check_as_bare, loop
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
-SCRIPT = loop(PLAIN_BODY, steps=600)
+STEPS = 300
+SCRIPT = loop(PLAIN_BODY, steps=STEPS)
 
 
 def keepstep(job: SmallJob, *arguments: str, seconds_max: float = 120.0) -> str:
@@ -50,7 +51,7 @@ def test_a_rank_moves_and_nothing_differs(tmp_path: Path, rank: int) -> None:
     # The pause is not the time in which the target became warm.
     assert incident["pause_seconds"] < incident["closed_at"] - incident["opened_at"]
     check_as_bare(tmp_path, SCRIPT, world=2)
-    assert steps_logged(tmp_path) == list(range(600))
+    assert steps_logged(tmp_path) == list(range(STEPS))
 
 
 def test_a_rank_moves_to_another_slot_of_its_node(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_a_rank_moves_to_another_slot_of_its_node(tmp_path: Path) -> None:
         (incident,) = job.incidents()
     assert incident["outcome"] == "moved"
     check_as_bare(tmp_path, SCRIPT, world=2)
-    assert steps_logged(tmp_path) == list(range(600))
+    assert steps_logged(tmp_path) == list(range(STEPS))
 
 
 PROBE = """#!/bin/sh
@@ -78,14 +79,12 @@ exit 3
 def test_a_rank_leaves_a_device_that_the_health_program_condemns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Long enough for a taint, a move and the end of the taint, also where many share the cores.
-    script = loop(PLAIN_BODY, steps=1200)
     probe, bad = tmp_path / "probe.sh", tmp_path / "bad"
     probe.write_text(PROBE)
     probe.chmod(0o755)
     monkeypatch.setenv("KEEPSTEP_AGENT_HEALTH_PROGRAM", f"{probe} {bad}")
     monkeypatch.setenv("KEEPSTEP_AGENT_HEALTH_SECONDS", "0.2")
-    with SmallJob(tmp_path, script, slots=(2, 2), ranks_per_node=2, spares=1) as job:
+    with SmallJob(tmp_path, SCRIPT, slots=(2, 2), ranks_per_node=2, spares=1) as job:
         job.wait_ready()
         job.wait_step(1, 20)
         assert job.cluster.client.taints()["taints"] == []
@@ -99,8 +98,8 @@ def test_a_rank_leaves_a_device_that_the_health_program_condemns(
         assert job.end()["exit_code"] == 0
         (incident,) = job.incidents()
     assert incident["outcome"] == "moved"
-    check_as_bare(tmp_path, script, world=2)
-    assert steps_logged(tmp_path) == list(range(1200))
+    check_as_bare(tmp_path, SCRIPT, world=2)
+    assert steps_logged(tmp_path) == list(range(STEPS))
 
 
 def test_a_node_with_several_ranks_is_drained_by_one_migration(tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_a_node_with_several_ranks_is_drained_by_one_migration(tmp_path: Path) -
         incidents = job.incidents()
     assert [incident["outcome"] for incident in incidents] == ["moved"]
     check_as_bare(tmp_path, SCRIPT, world=4)
-    assert steps_logged(tmp_path) == list(range(600))
+    assert steps_logged(tmp_path) == list(range(STEPS))
 
 
 def test_four_ranks_leave_a_node_in_one_migration_with_one_pause(tmp_path: Path) -> None:
@@ -160,11 +159,14 @@ def test_a_target_that_dies_leaves_the_rank_where_it_was(tmp_path: Path, phase: 
         keepstep(job, "migrate", "--rank", "1")
         hit = points / f"rank-1-{phase}.hit"
         job.cluster.wait_until(lambda _: hit.exists(), 60.0, f"a target in {phase}")
+        job.cluster.wait_until(
+            lambda p: p["incidents"] and p["incidents"][0]["outcome"] != "open", 60.0, "an outcome"
+        )
         assert job.end()["exit_code"] == 0
         outcomes = [incident["outcome"] for incident in job.incidents()]
     assert outcomes[0] == ("abandoned" if phase == "attach" else "resumed"), outcomes
     check_as_bare(tmp_path, SCRIPT, world=2)
-    assert steps_logged(tmp_path) == list(range(600))
+    assert steps_logged(tmp_path) == list(range(STEPS))
 
 
 def test_a_leaver_that_dies_while_its_target_warms_up_is_replaced_by_it(tmp_path: Path) -> None:
