@@ -13,9 +13,9 @@ from tests.process.test_planned import keepstep, steps_logged
 from tests.process.test_session import PLAIN_BODY, check_as_bare, loop
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
-BIG = loop(PLAIN_BODY, steps=600)
-LONG = loop(PLAIN_BODY, steps=1200)
-SMALL = loop(PLAIN_BODY, steps=400)
+BIG = loop(PLAIN_BODY, steps=400)
+LONG = loop(PLAIN_BODY, steps=600)
+SMALL = loop(PLAIN_BODY, steps=300)
 
 
 def with_a_lender(directory: Path, script: str) -> tuple[SmallJob, SmallJob]:
@@ -45,6 +45,7 @@ def test_a_parked_lender_goes_on_bit_for_bit_and_the_account_says_so(tmp_path: P
         assert "and still parked" in keepstep(big, "loans")
         # One of its two devices is in use: it waits, until the lost node is back and has two.
         cluster.return_node(lost)
+        small.hurry()
         assert big.end()["exit_code"] == 0
         over = cluster.wait("small", 240.0)
         assert (over["state"], over["fallbacks"]) == ("finished", 0)
@@ -55,8 +56,8 @@ def test_a_parked_lender_goes_on_bit_for_bit_and_the_account_says_so(tmp_path: P
         assert sorted(outcomes) == ["parked", "resumed"]
     check_as_bare(tmp_path / "big", BIG, world=2)
     check_as_bare(tmp_path / "small", SMALL, world=2)
-    assert steps_logged(tmp_path / "big") == list(range(600))
-    assert steps_logged(tmp_path / "small") == list(range(400))
+    assert steps_logged(tmp_path / "big") == list(range(400))
+    assert steps_logged(tmp_path / "small") == list(range(300))
 
 
 def test_a_drain_borrows_too_and_the_rank_goes_home_afterwards(tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ def test_a_drain_borrows_too_and_the_rank_goes_home_afterwards(tmp_path: Path) -
         said = keepstep(big, "migrate", "--job", "job", "--home", "--wait")
         assert said == f"rank 1 is on {home}; no step was lost"
         assert "all ranks of job are where" in keepstep(big, "migrate", "--job", "job", "--home")
+        small.hurry()
         assert cluster.wait("small", 240.0)["state"] == "finished"
         assert big.end()["exit_code"] == 0
         outcomes = [i["outcome"] for i in big.incidents()]
