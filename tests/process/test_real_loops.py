@@ -67,8 +67,9 @@ def run(directory: Path, features: str, *deaths: str) -> tuple[str, list[str]]:
         incidents = job.incidents()
         said = job.logs()
     assert not list(directory.glob("die-*")), "everybody who was to die did"
-    outcomes = [incident["outcome"] for incident in incidents]
-    assert outcomes == ["resumed"] * len(deaths), f"{incidents}\n{said}"
+    # Two deaths a few steps apart may be one incident: the second is told before the first is over.
+    assert {incident["outcome"] for incident in incidents} == {"resumed"}, f"{incidents}\n{said}"
+    assert sum(len(incident["causes"]) for incident in incidents) >= len(deaths), incidents
     expected = reference(directory / "bare", features)
     for rank, (mine, other) in enumerate(zip(results(directory), expected, strict=True)):
         assert mine == other, f"rank {rank} differs"
