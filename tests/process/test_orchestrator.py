@@ -829,6 +829,7 @@ def death_to_order(one: Process, agent: FakeAgent) -> float:
     )
     told = agent.until(wire.Order)
     took = (time.perf_counter() - began) * 1000
+    assert isinstance(told, wire.Order)
     print(f"death to {type(told.action).__name__}: {took:.1f} ms")
     assert told.term == order.term
     return took
