@@ -60,6 +60,11 @@ def test_a_pulse_of_a_later_term_takes_back_nothing_that_an_agent_obeyed(tmp_pat
     leader = Endpoint("127.0.0.1", 1)
     agent = Agent(AgentConfig(NodeId("n0"), 1, (leader,), "127.0.0.1", tmp_path / "room"))
     agent.room.open()
+    with agent.room._lock:
+        _pulses_and_orders(agent)
+
+
+def _pulses_and_orders(agent: Agent) -> None:
     assert agent._current(Term(3), "order", 100)
     assert agent._current(Term(4), "pulse")
     assert (agent.room.term, agent.room.seq) == (4, 100)
