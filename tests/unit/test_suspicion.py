@@ -303,3 +303,15 @@ def test_most_nodes_silent_while_a_job_stops_are_heard_of_in_time_and_nobody_is_
         step(cluster, events.Tick(), tenths / 10)
     assert (job.generation, job.migration.fences, lost(cluster)) == (2, {}, 0)
     assert "we suspect ourselves" in cluster.self_doubt
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 29, 30, 31, 50, 101])
+def test_too_many_is_decided_as_if_all_had_been_counted(nodes: int):
+    cluster = state.new_cluster("test")
+    for number in range(nodes):
+        name = NodeId(f"n{number}")
+        cluster.nodes[name] = state.NodeState(name, "", 1, 0, 0, "b", 0, alive=number % 7 > 0)
+    alive = sum(node.alive for node in cluster.nodes.values())
+    for silent in range(nodes + 1):
+        usual = silent > max(suspicion.MASS_NODES_MIN - 1, int(alive * suspicion.MASS_SHARE_MAX))
+        assert suspicion.too_many(cluster, silent) == usual

@@ -20,7 +20,9 @@ seat need no evidence, since nobody is fenced by giving them up, only some time.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 
 from keepstep.model import JobId, NodeId, Phase, Rank, Severity
 from keepstep.orchestrator import budgets, policy
@@ -61,22 +63,32 @@ def doubted(turn: Turn) -> frozenset[NodeId]:
 
 def too_many(cluster: Cluster, silent: int) -> bool:
     """Whether so many at once are more likely our own fault."""
-    return silent >= MASS_NODES_MIN and silent > _few(cluster)
+    if silent < MASS_NODES_MIN:
+        return False
+    # Counted no further than decides it: a few of many thousands is the usual case.
+    enough = math.ceil(silent / MASS_SHARE_MAX) + 1
+    alive = sum(1 for _ in islice(_alive(cluster), enough))
+    return silent > _few_of(alive)
 
 
 def _few(cluster: Cluster) -> int:
     """As many as may fall silent at once without our doubting ourselves."""
-    alive = sum(1 for state in cluster.nodes.values() if state.alive)
+    return _few_of(sum(1 for _ in _alive(cluster)))
+
+
+def _few_of(alive: int) -> int:
     return max(MASS_NODES_MIN - 1, int(alive * MASS_SHARE_MAX))
+
+
+def _alive(cluster: Cluster) -> Iterator[NodeState]:
+    return (state for state in cluster.nodes.values() if state.alive)
 
 
 def _crowd(cluster: Cluster) -> Collection[NodeId]:
     """Those of the silent nodes that fell silent within one window with too many others."""
-    if len(cluster.doubtful) < MASS_NODES_MIN:
+    if not too_many(cluster, len(cluster.doubtful)):
         return ()
     few = _few(cluster)
-    if len(cluster.doubtful) <= few:
-        return ()
     moments = sorted(cluster.doubtful.values())
     if moments[-1] - moments[0] <= WINDOW_SECONDS:
         return cluster.doubtful
