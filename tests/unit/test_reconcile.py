@@ -56,6 +56,16 @@ def begin(cluster: state.Cluster, term: int, seq: int, now: float = 10.0) -> Non
     step(cluster, events.TermBegan(Term(term), seq=seq), now)
 
 
+def with_a_job_that_waits() -> state.Cluster:
+    """A second term began. Of the nodes of the first one n0 has yet to come; n2 is new."""
+    cluster = state.new_cluster("test")
+    step(cluster, hello("n0"), 0.0)
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
+    begin(cluster, 2, 50)
+    step(cluster, hello("n2"), 10.1)
+    return cluster
+
+
 def test_a_pulse_of_a_later_term_takes_back_nothing_that_an_agent_obeyed(tmp_path: Path):
     leader = Endpoint("127.0.0.1", 1)
     agent = Agent(AgentConfig(NodeId("n0"), 1, (leader,), "127.0.0.1", tmp_path / "room"))
@@ -118,11 +128,7 @@ def test_a_stray_on_a_node_that_is_not_ahead_is_fenced():
 
 
 def test_a_job_that_waits_in_the_journal_and_runs_on_nodes_is_not_started_again():
-    cluster = state.new_cluster("test")
-    step(cluster, hello("n0"), 0.0)
-    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
-    begin(cluster, 2, 50)
-    step(cluster, hello("n2"), 10.1)
+    cluster = with_a_job_that_waits()
     # n0 has yet to come, and may know more than the journal; n1 does.
     assert step(cluster, hello("n3"), 10.2).orders == ()
     obeyed = {str(JOB): Generation(1)}
@@ -149,11 +155,7 @@ def test_a_node_of_a_job_in_doubt_that_has_no_seats_here_may_be_lost():
 
 
 def test_a_waiting_job_of_an_earlier_term_waits_for_agents_a_little_and_a_new_one_does_not():
-    cluster = state.new_cluster("test")
-    step(cluster, hello("n0"), 0.0)
-    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
-    begin(cluster, 2, 50)
-    step(cluster, hello("n2"), 10.1)
+    cluster = with_a_job_that_waits()
     step(cluster, hello("n3"), 10.2)
     new = JobId("new")
     step(cluster, events.Submitted(JobSpec(new, "train.py", nodes=1)), 10.3)

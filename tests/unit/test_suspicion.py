@@ -26,6 +26,17 @@ def step(cluster: state.Cluster, event: events.Event, now: float) -> brain.Decis
     return brain.step(cluster, event, now)
 
 
+def stopped(cluster: state.Cluster, first: int, now: float) -> None:
+    """All ranks from this one on say that they are at the boundary."""
+    job = cluster.jobs[JOB]
+    assert job.roster is not None
+    world = portions.of_all(len(job.roster.seats))
+    for seat in job.roster.seats[first:]:
+        told = wire.SeatReport(seat.rank, 5, True, {world: "d"}, entries=(5,), step_seconds=0.5)
+        message = wire.PhaseReport(seat.node, JOB, job.generation, Phase.QUIESCE, (told,))
+        step(cluster, message, now)
+
+
 def report(cluster: state.Cluster, phase: Phase, at: int, now: float, without: int = -1) -> None:
     job = cluster.jobs[JOB]
     assert job.roster is not None
@@ -256,11 +267,7 @@ def test_ranks_whose_nodes_we_cannot_hear_are_not_blamed_for_a_late_phase():
     assert job.migration is not None
     silence(cluster, 5, 10.1)
     step(cluster, events.Tick(), 10.4)
-    assert job.roster is not None
-    for seat in job.roster.seats[5:]:
-        told = wire.SeatReport(seat.rank, 5, True, {"0-35": "d"}, entries=(5,), step_seconds=0.5)
-        message = wire.PhaseReport(seat.node, JOB, job.generation, Phase.QUIESCE, (told,))
-        step(cluster, message, 10.5)
+    stopped(cluster, 5, 10.5)
     for i in range(11, 500, 3):
         step(cluster, events.Tick(), float(i))
     assert (job.generation, job.migration.fences, lost(cluster)) == (2, {}, 0)
@@ -275,11 +282,7 @@ def test_a_rank_that_we_can_hear_is_blamed_even_while_we_doubt_ourselves():
     step(cluster, observed(cluster, 20, Sign.EXIT), 10.0)
     silence(cluster, 5, 10.1)
     step(cluster, events.Tick(), 10.4)
-    assert job.roster is not None
-    for seat in job.roster.seats[6:]:
-        told = wire.SeatReport(seat.rank, 5, True, {"0-35": "d"}, entries=(5,), step_seconds=0.5)
-        message = wire.PhaseReport(seat.node, JOB, job.generation, Phase.QUIESCE, (told,))
-        step(cluster, message, 10.5)
+    stopped(cluster, 6, 10.5)
     step(cluster, events.Tick(), 20.0)
     assert job.migration is not None
     assert set(job.migration.fences) == {5}
@@ -294,11 +297,7 @@ def test_most_nodes_silent_while_a_job_stops_are_heard_of_in_time_and_nobody_is_
     heard = {NodeId(f"n{i}"): 10.0 if i < 6 else 13.6 for i in range(10)}
     for node, _, crowd in liveness.Liveness(last_heard=heard).fall_silent(13.6, 3.5):
         step(cluster, events.NodeSilent(node, crowd), 13.6)
-    assert job.roster is not None
-    for seat in job.roster.seats[6:]:
-        told = wire.SeatReport(seat.rank, 5, True, {"0-8": "d"}, entries=(5,), step_seconds=0.5)
-        message = wire.PhaseReport(seat.node, JOB, job.generation, Phase.QUIESCE, (told,))
-        step(cluster, message, 13.7)
+    stopped(cluster, 6, 13.7)
     for tenths in range(138, 1000, 5):
         step(cluster, events.Tick(), tenths / 10)
     assert (job.generation, job.migration.fences, lost(cluster)) == (2, {}, 0)

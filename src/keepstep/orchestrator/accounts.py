@@ -35,10 +35,10 @@ class Accounts:
 
     def look(self, jobs: Iterable[JobId]) -> None:
         """Read on, for those whose turn it is. Whoever is gone is forgotten."""
-        known = list(jobs)
-        for gone in self._found.keys() - set(known):
+        known = dict.fromkeys(jobs)
+        for gone in self._found.keys() - known.keys():
             del self._found[gone], self._read[gone]
-        self._turn = [job for job in self._turn if job in set(known)] or known
+        self._turn = [job for job in self._turn if job in known] or list(known)
         mine, self._turn = self._turn[:JOBS_PER_LOOK], self._turn[JOBS_PER_LOOK:]
         try:
             for job in mine:

@@ -189,10 +189,9 @@ class Api:
         asked = tuple(filter(None, call.request.query.get("fault", "").split(",")))
         now, cluster = self._orchestrator.now(), self._orchestrator.cluster
         try:
-            sight, seen = self._sight(call), self._sight(call).places(cluster)
-            return json_response(
-                sight.cleaned(forecast.policy_view(cluster, job, asked, now, seen))
-            )
+            sight = self._sight(call)
+            plain = forecast.policy_view(cluster, job, asked, now, sight.places(cluster))
+            return json_response(sight.cleaned(plain))
         except ConfigError as error:
             raise BadRequest(400, str(error), forecast.KINDS) from error
 

@@ -334,21 +334,21 @@ def _died(turn: Turn, job: Job, cause: Cause) -> None:
         return
     if job.migration is not None and cause.rank in job.migration.leavers:
         # A target: what befalls it on its way says nothing about the user's step.
-        observe.fault(turn, job, incidents.died(job, cause))
+        observe.fault(turn, job, incidents.died(cause))
         return
     judgement = policy.respond(job, cause)
     stops = judgement.response is policy.Response.STOP
     if stops and not policy.stands_still(turn.cluster, job):
         first = job.exception if cause.sign is Sign.EXCEPTION else None
         job.detail = (first or cause).detail or judgement.why
-        turn.note(incidents.died(job, cause).why, job)
+        turn.note(incidents.died(cause).why, job)
         launch.finish(turn, job, JobState.FAILED, 1, judgement.why)
         return
     if cause.sign is Sign.EXCEPTION:
         job.exception = cause
     elif not policy.died_joining(job, cause):
         job.deaths[cause.rank] = policy.counted(job.deaths.get(cause.rank), cause)
-    fault = incidents.died(job, cause)
+    fault = incidents.died(cause)
     observe.fault(turn, job, replace(fault, settle_seconds=judgement.settle_seconds))
 
 

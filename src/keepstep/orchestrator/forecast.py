@@ -129,7 +129,7 @@ def _kill(copy: Cluster, job: Job, what: str, now: float) -> list[str]:
     seat = job.roster.seats[int(what)]
     cause = Cause(Sign.EXIT, seat.rank, seat.node, seat.incarnation, job.step, -9)
     turn = Turn(copy, now)
-    observe.fault(turn, job, died(job, cause))
+    observe.fault(turn, job, died(cause))
     return [note.why for note in turn.notes]
 
 

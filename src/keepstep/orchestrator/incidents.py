@@ -56,7 +56,7 @@ def stale(job: Job, event: Observed) -> str:
     return ""
 
 
-def died(job: Job, cause: Cause) -> Fault:
+def died(cause: Cause) -> Fault:
     """A worker ended on its own."""
     if cause.sign is Sign.EXCEPTION:
         what = f"raised an exception at step {cause.step}"

@@ -20,7 +20,6 @@ from keepstep.training.swap import build as swap_build
 class Parts:
     """What the two implementations have in common."""
 
-    name: str
     gate: Callable[[type[BaseException]], Any]
     swap: Callable[[int, int, Any, Any], Any]
     loopback: Callable[[int, int], Any]
@@ -30,12 +29,12 @@ def choose() -> Parts:
     wanted = os.environ.get("KEEPSTEP_GROUPS", "")
     if wanted not in ("", "cpp", "python"):
         raise ConfigError(f"KEEPSTEP_GROUPS={wanted!r}: use cpp or python, or leave it unset")
-    python = Parts("python", swap_python.Gate, swap_python.SwapGroup, loopback.Loopback)
+    python = Parts(swap_python.Gate, swap_python.SwapGroup, loopback.Loopback)
     if wanted == "python":
         return python
     built = swap_build.load()
     if built is not None:
-        return Parts("cpp", built.Gate, built.SwapBackend, built.Loopback)
+        return Parts(built.Gate, built.SwapBackend, built.Loopback)
     advice = "build it with `python -m keepstep.training.swap.build`"
     if wanted == "cpp":
         raise ConfigError(
