@@ -38,7 +38,10 @@ def _entry(fn, uid, port, implementation, args):
     torch.set_num_threads(1)
     try:
         result = fn(client(port), *args)
-        client(port).set(f"result/{uid}", json.dumps({"value": result}))
+        store = client(port)
+        store.set(f"result/{uid}", json.dumps({"value": result}))
+        # A peer may still be connecting to this process: it has to outlive their last collective.
+        store.wait([f"leave/{uid}"])
     except BaseException:
         client(port).set(f"result/{uid}", json.dumps({"error": traceback.format_exc()}))
     sys.stdout.flush()
@@ -78,14 +81,16 @@ class World:
             time.sleep(0.002)
 
     def results(self, *uids, seconds=90.0):
+        """What each of them returned. None of them ends before all of them have returned."""
         deadline = time.monotonic() + seconds
         values = []
         for uid in uids:
-            self.processes[uid].join(max(0.1, deadline - time.monotonic()))
-            assert self.store.check([f"result/{uid}"]), f"process {uid} gave no result in time"
-            answer = json.loads(self.store.get(f"result/{uid}"))
+            answer = json.loads(self.wait_key(f"result/{uid}", max(0.1, deadline - time.monotonic())))
             assert "error" not in answer, f"process {uid}:\n{answer['error']}"
             values.append(answer["value"])
+        for uid in uids:
+            self.store.set(f"leave/{uid}", "")
+            self.processes[uid].join(max(0.1, deadline - time.monotonic()))
         return values
 
     def run(self, size, fn, *args, seconds=90.0):
