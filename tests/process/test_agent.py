@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from keepstep.model import (
     Sign,
     Term,
 )
+from keepstep.orchestrator import admission
+from keepstep.orchestrator.http import BadRequest
 from keepstep.page import Mark, Page, Ring, page_path, ring_path
 
 pytestmark = pytest.mark.process
@@ -326,6 +329,18 @@ async def test_an_exception_is_told_with_its_traceback_and_without_our_frames(he
     assert "entry.py" not in observed.detail
     assert "runpy" not in observed.detail
     assert observed.detail in here.log(0).read_text(encoding="utf-8")
+
+
+@scene
+async def test_no_job_can_be_called_like_a_file_of_the_room(here: World) -> None:
+    await here.start_agent()
+    here.start(WAITS)
+    await here.pid_of(0)
+    files = {entry.name for entry in here.room.iterdir()} - {JOB}
+    assert {"agent-state.json", "boot", "preload.sock"} <= files
+    for name in files:
+        with pytest.raises(BadRequest):
+            admission.check(replace(here.spec(WAITS), job=JobId(name)))
 
 
 @scene

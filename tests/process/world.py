@@ -85,7 +85,8 @@ class World:
         deadline = time.monotonic() + seconds
         values = []
         for uid in uids:
-            answer = json.loads(self.wait_key(f"result/{uid}", max(0.1, deadline - time.monotonic())))
+            left = max(0.1, deadline - time.monotonic())
+            answer = json.loads(self.wait_key(f"result/{uid}", left))
             assert "error" not in answer, f"process {uid}:\n{answer['error']}"
             values.append(answer["value"])
         for uid in uids:

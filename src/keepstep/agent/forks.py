@@ -28,6 +28,8 @@ DEFAULT_MODULES = (
     "torch.nn.parallel",
     "torch.optim",
     "torch.utils.data",
+    # Two seconds in each worker and each spare, at an optimizer's first step, unless it is here.
+    "torch._dynamo",
     "numpy",
     "keepstep.training.session",
 )

@@ -446,14 +446,21 @@ def _agent_lives(room: Path) -> bool:
 
 
 def _kill_all(room: Path, seconds_max: float = 5.0) -> None:
-    """Kill whatever bears the room's mark, until nothing does."""
+    """Kill whatever bears the room's mark, until nothing does, in two looks.
+
+    A process that is about to run its program (an agent had just started a preload server) shows
+    neither environment nor command line for a moment, and would be left behind.
+    """
     deadline = time.monotonic() + seconds_max
-    while pids := _marked(room):
+    empty = 0
+    while empty < 2:
+        pids = _marked(room)
+        empty = 0 if pids else empty + 1
         for pid in pids:
             _signal(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
+        if pids and time.monotonic() > deadline:
             raise Permanent(f"processes {pids} of {room} survive SIGKILL")
-        time.sleep(0.005)
+        time.sleep(0.005 if pids else 0.02)
 
 
 def _marked(room: Path) -> tuple[int, ...]:
