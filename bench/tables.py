@@ -264,11 +264,57 @@ def is_quiet(group: Group) -> bool:
     return group.others is not None and group.others.high <= OTHERS_MAX
 
 
+def quietest(
+    results: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], int]:
+    """Without the disturbed runs of arms that also had a quiet one, and how many those were."""
+
+    def took_little(run: Mapping[str, Any]) -> bool:
+        share = run.get("others_share")
+        return share is not None and share <= OTHERS_MAX
+
+    def is_bare(run: Mapping[str, Any]) -> bool:
+        return str(run["arm"]) == "bare"
+
+    def quiet(run: Mapping[str, Any], repetition: Sequence[Mapping[str, Any]]) -> bool:
+        return took_little(run) and all(
+            took_little(other) for other in repetition if is_bare(other)
+        )
+
+    def key(case: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[str, str, str]:
+        return case["scenario"], workload_name(case), run["arm"]
+
+    had = {
+        key(case, run)
+        for result in results
+        for case in result["cases"]
+        for repetition in case["repetitions"]
+        for run in repetition
+        if quiet(run, repetition)
+    }
+    kept_results, left_out = [], 0
+    for result in results:
+        cases = []
+        for case in result["cases"]:
+            repetitions = []
+            for runs in case["repetitions"]:
+                kept = [r for r in runs if quiet(r, runs) or key(case, r) not in had]
+                left_out += len(runs) - len(kept)
+                # What is told of the others is told by their bare run.
+                lacks = kept and not any(map(is_bare, kept))
+                repetitions.append([*filter(is_bare, runs), *kept] if lacks else kept)
+            cases.append({**case, "repetitions": repetitions})
+        kept_results.append({**result, "cases": cases})
+    return kept_results, left_out
+
+
 def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> str:
     """The README's tables; each names its raw files, and says if runs were short.
 
-    Times of disturbed runs are not told there: what others took decides it, never how it came out.
+    Disturbed runs are not told there if there is a quiet one, and else without times and failures:
+    what others took decides it, never how it came out.
     """
+    results, left_out = quietest(results)
     found = groups(results)
     short = any(result["short"] for result in results)
     parts = []
@@ -285,6 +331,7 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
             row = cells(group)
             if not (is_quiet(group) and all(is_quiet(g) for g in mine if g.arm == "bare")):
                 row |= {name: UNQUIET for name in TIMES if row[name] != "-"}
+                row |= {"done": UNQUIET} if group.completed < group.runs else {}
             lines.append("| " + " | ".join(row[name] for name in README_COLUMNS) + " |")
         notes = [f"{g.arm}: {note}." for g in mine for note in g.notes if is_quiet(g)]
         lines += ["", " ".join(notes)] if notes else []
@@ -293,6 +340,8 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
     told = f"Raw results: {files}; made by `python -m bench table`."
     if any(UNQUIET in part for part in parts):
         told += f" {UNQUIET.capitalize()}: others used the machine meanwhile, or nobody looked."
+    if left_out:
+        told += f" Disturbed runs of systems that also had quiet ones, left out: {left_out}."
     return "\n\n".join([*parts, told])
 
 

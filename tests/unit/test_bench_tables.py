@@ -110,6 +110,33 @@ def test_the_readme_tells_no_times_of_runs_that_were_or_may_have_been_disturbed(
     assert "1.200" not in text
 
 
+def test_the_readme_tells_no_failure_of_a_disturbed_run():
+    failed = {**a_run("x", None), "others_share": 0.4}
+    text = tables.markdown([a_result((a_run("bare", 10.0), failed))], ["f"])
+    assert "| x | disturbed | - | - | - |" in text
+    honest = tables.markdown([a_result((a_run("bare", 10.0), a_run("x", None)))], ["f"])
+    assert "| x | 0/1 | - | - | - |" in honest
+
+
+def test_the_readme_leaves_out_disturbed_runs_where_there_are_quiet_ones():
+    noisy = {**a_run("x", 30.0), "others_share": 0.4}
+    quiet = (a_run("bare", 10.0), a_run("x", 12.0))
+    for first, second in (
+        ((a_run("bare", 10.0), noisy), quiet),
+        (({**a_run("bare", 10.0), "others_share": 0.4}, a_run("x", 30.0)), quiet),
+    ):
+        text = tables.markdown([a_result(first), a_result(second)], ["f", "g"])
+        assert "| x | 1/1 | 1.200 |" in text
+        assert "left out: " in text
+    alone = (a_run("bare", 10.0), noisy, a_run("y", 11.0))
+    text = tables.markdown(
+        [a_result(alone), a_result((a_run("bare", 10.0), a_run("y", 13.0)))], ["f"]
+    )
+    assert "| x | 1/1 | disturbed |" in text
+    assert "| y | 2/2 | 1.200 [1.100, 1.300] |" in text
+    assert "left out" not in text
+
+
 def test_a_strike_that_found_nobody_is_told():
     missed = a_run("x", 10.0)
     missed["strikes"] = [{**missed["strikes"][0], "pid": 0}]
