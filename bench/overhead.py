@@ -22,8 +22,8 @@ before there were enough quiet rounds.
 
 All arms keep the memory that they free (--malloc keep). glibc as it comes gives it back to the
 kernel or not by limits that move with whatever was freed before: two processes with the same steps
-then differ by their histories. Full shard is 20 ms per step faster under Keepstep for that reason
-alone, which is no merit of it (--malloc default shows it).
+then differ by their histories. Full shard is faster under Keepstep for that reason alone, which is
+no merit of it (--malloc default shows it).
 """
 
 from __future__ import annotations

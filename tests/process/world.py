@@ -38,7 +38,7 @@ def _entry(fn, uid, port, implementation, args):
     torch.set_num_threads(1)
     try:
         result = fn(client(port), *args)
-        store = client(port)
+        store = client(port, seconds=600)
         store.set(f"result/{uid}", json.dumps({"value": result}))
         # A peer may still be connecting to this process: it has to outlive their last collective.
         store.wait([f"leave/{uid}"])
