@@ -298,11 +298,11 @@ def quietest(
         for case in result["cases"]:
             repetitions = []
             for runs in case["repetitions"]:
-                kept = [r for r in runs if quiet(r, runs) or key(case, r) not in had]
+                told = [r for r in runs if quiet(r, runs) or key(case, r) not in had]
+                # What is told of a run is told by its bare one.
+                kept = [r for r in runs if r in told or (told and is_bare(r))]
                 left_out += len(runs) - len(kept)
-                # What is told of the others is told by their bare run.
-                lacks = kept and not any(map(is_bare, kept))
-                repetitions.append([*filter(is_bare, runs), *kept] if lacks else kept)
+                repetitions.append(kept)
             cases.append({**case, "repetitions": repetitions})
         kept_results.append({**result, "cases": cases})
     return kept_results, left_out
