@@ -21,7 +21,7 @@ from urllib.parse import quote, urlencode
 
 from keepstep.errors import KeepstepError, Transient
 from keepstep.model import Term
-from keepstep.orchestrator import replica
+from keepstep.orchestrator import replica, watching
 from keepstep.orchestrator.http import Reply, Request, Response, error_response, json_response
 from keepstep.orchestrator.journal import Look, SharedJournal
 from keepstep.orchestrator.run import Log
@@ -126,6 +126,9 @@ class Follower:
             # No redirect: a probe would follow it, and find us ready.
             fix = f"ask {leader}" if leader else "wait for a takeover"
             return error_response(503, "this orchestrator follows", fix)
+        if request.path in watching.PARTS and request.method == "GET":
+            # A page that was opened here asks for the rest of itself, and may ask nobody else.
+            return watching.file(request.path)
         return elsewhere(leader, self._away, request)
 
 

@@ -9,6 +9,7 @@ load nothing from anywhere else.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -35,6 +36,8 @@ FILES = {
     "/page/map.js": ("map.js", "text/javascript"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
+PARTS = frozenset(FILES) - {"/"}
+"""What an open page loads."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -48,6 +51,13 @@ HEADERS = {
 """No script, style or request but our own, in no frame, and no address of ours to anybody."""
 
 
+@functools.cache
+def file(path: str) -> Response:
+    """One of the page's own files."""
+    name, kind = FILES[path]
+    return Response(200, (DIRECTORY / name).read_bytes(), f"{kind}; charset=utf-8", HEADERS)
+
+
 class Watching:
     """What is kept between two looks."""
 
@@ -55,20 +65,12 @@ class Watching:
         self._orchestrator = orchestrator
         self._accounts = accounts
         self._tally = metrics.Tally()
-        self._files: dict[str, bytes] = {}
         self._next_at = float("-inf")
         self._version = ""
         self._whole = self._rest = b""
         self._fleet: Fleet | None = None
         self._fleet_of: tuple[int, int] = (-1, 0)
         self._fleet_bytes = b""
-
-    async def file(self, path: str) -> Reply:
-        """One of the page's own files."""
-        name, kind = FILES[path]
-        if name not in self._files:
-            self._files[name] = (DIRECTORY / name).read_bytes()
-        return Response(200, self._files[name], f"{kind}; charset=utf-8", HEADERS)
 
     async def board(self, call: Call) -> Reply:
         """The newest board; without the fleet for those who have this one."""
@@ -141,7 +143,11 @@ class Watching:
 
 def _file(path: str) -> Callable[[Any, Call], Awaitable[Reply]]:
     """By the route's own path: a request may spell it with more slashes."""
-    return lambda api, _: api.watching.file(path)
+
+    async def answer(api: Any, call: Call) -> Reply:
+        return file(path)
+
+    return answer
 
 
 ROUTES: tuple[Route, ...] = (
