@@ -3,6 +3,7 @@
     python -m bench.overhead [--ranks 2,4] [--steps 3000] [--minutes 120] [--quick]
     python -m bench.overhead --parallel hsdp|fsdp|zero1                   sharded, the same way
     python -m bench.overhead --read bench/results/overhead-….json.gz      the same report again
+    python -m bench.overhead --onto bench/results/overhead-….json.gz …    the steps that it lacks
 
 Three jobs live side by side and take turns, one short block of steps at a time: A bare, B under
 Keepstep, C bare again as the control. Each round goes there and back, so that a drift of the
@@ -18,7 +19,9 @@ all that decides it. Beside it stands the ratio of processor time: what each arm
 for the same steps, and the ratio of the fastest steps (the 10th percentile of rank 0's, over all
 rounds): steps that nobody disturbed, whatever the host did in between. The run is invalid (exit 2)
 when the control is off by more than 0.5%, when Keepstep saw an incident, or when the time was over
-before there were enough quiet rounds.
+before there were enough quiet rounds. A run that was too short can be gone on with (--onto): its
+rounds count with those of the new segments, which are fresh starts in any case, and the new raw
+result holds both, with the commits and machines of either.
 
 All arms keep the memory that they free (--malloc keep). glibc as it comes gives it back to the
 kernel or not by limits that move with whatever was freed before: two processes with the same steps
@@ -31,6 +34,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -46,6 +50,7 @@ from typing import Any
 from bench import figures, quiet, record, rig
 from keepstep.cli.cluster import ORCHESTRATOR, LocalCluster, NodePlan
 from keepstep.errors import Permanent
+from keepstep.model import CHECK_STEPS
 
 UPPER_MAX = {"ddp": 1.01, "hsdp": 1.01, "fsdp": 1.05, "zero1": 1.05}
 """By how the model is spread. What one rank holds alone goes to a mirror in each step, on the cores
@@ -58,7 +63,8 @@ OTHERS_MAX = 0.03
 BLOCK_SECONDS = 1.1
 """Keepstep stands still for two blocks in a row. Its agents leave an orchestrator that is silent
 for 4 s, and a reconnect after each round would be the method's cost, not Keepstep's."""
-LEAD_STEPS = 2
+LEAD_STEPS, LONG_STEP_SECONDS = 2, 0.2
+"""After the other arm ran, caches are cold: steps that do not count. Of long ones a single one."""
 WARM_STEPS = 20
 REPLY_SECONDS_MAX = 600.0
 WORKER = Path(__file__).parent / "overhead_worker.py"
@@ -118,11 +124,19 @@ def main() -> int:
         os.environ.update(KEPT)
     worlds = [int(text) for text in (args.ranks or RANKS[args.parallel]).split(",")]
     print(f"seed {args.seed}; machine {record.machine()}")
-    results = {str(world): measure(world, args) for world in worlds}
+    earlier = Earlier.read(args) if args.onto is not None else Earlier()
+    results = {str(w): measure(w, args, earlier.segments(w)) for w in worlds}
     name = "overhead" if args.parallel == "ddp" else f"overhead-{args.parallel}"
+    name += f"-k{args.check_steps}" if args.check_steps else ""
     path = record.keep(
         f"{name}-quick" if args.quick else name,
-        {"seed": args.seed, "quick": args.quick, "options": vars(args), "runs": results},
+        {
+            "seed": args.seed,
+            "quick": args.quick,
+            "options": {key: value for key, value in vars(args).items() if key != "onto"},
+            "onto": earlier.history,
+            "runs": results,
+        },
     )
     print(f"raw results: {path}")
     return conclude(results, args.quick, args.parallel)
@@ -137,26 +151,56 @@ def options() -> argparse.Namespace:
     parser.add_argument("--segments", type=int, default=10, help="fresh starts of all three jobs")
     parser.add_argument("--minutes", type=float, default=120.0, help="for one number of ranks")
     parser.add_argument("--batch", type=int, default=64, help="per rank")
+    parser.add_argument("--check-steps", type=int, default=0, help="look for corrupt state")
     parser.add_argument("--malloc", choices=("keep", "default"), default="keep")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a try-out; proves nothing")
     parser.add_argument("--read", type=Path, metavar="FILE", help="tell of a raw result again")
+    parser.add_argument("--onto", type=Path, metavar="FILE", help="go on with one that is short")
     args = parser.parse_args()
     if args.quick:
         args.steps, args.segments = min(args.steps, 40), 1
     return args
 
 
-def measure(world: int, args: argparse.Namespace) -> dict[str, Any]:
-    """All segments of one world size."""
-    rounds: list[dict[str, float]] = []
-    segments = []
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What is gone on with."""
+
+    runs: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """When, on which machine and at which commit its parts were measured."""
+
+    @classmethod
+    def read(cls, args: argparse.Namespace) -> Earlier:
+        kept = record.read(args.onto)
+        for name in ("parallel", "batch", "malloc", "check_steps"):
+            then, now = kept["options"].get(name, 0), getattr(args, name)
+            if then != now:
+                raise Permanent(
+                    f"{args.onto} was measured with --{name.replace('_', '-')} {then}, not {now}"
+                )
+        said = {name: kept[name] for name in ("at", "commit", "machine", "versions")}
+        return cls(kept["runs"], [*kept.get("onto", []), said])
+
+    def segments(self, world: int) -> list[dict[str, Any]]:
+        return list(self.runs.get(str(world), {}).get("segments", []))
+
+
+def quiet_rounds(segment: dict[str, Any], args: argparse.Namespace) -> list[dict[str, float]]:
+    return [r for r in segment["rounds"] if r["others"] <= OTHERS_MAX or args.quick]
+
+
+def measure(world: int, args: argparse.Namespace, segments: list[dict[str, Any]]) -> dict[str, Any]:
+    """All segments of one world size; those that are given were made before."""
+    rounds = [r for segment in segments for r in quiet_rounds(segment, args)]
+    steps = max(0.0, args.steps - sum(r["steps"] for r in rounds)) / args.segments
     deadline = time.monotonic() + 60.0 * args.minutes
     for number in range(args.segments):
         left = (deadline - time.monotonic()) / (args.segments - number)
-        segment = run_segment(world, args, len(rounds), time.monotonic() + left)
+        segment = run_segment(world, args, steps, len(rounds), time.monotonic() + left)
         segments.append(segment)
-        rounds += [r for r in segment["rounds"] if r["others"] <= OTHERS_MAX or args.quick]
+        rounds += quiet_rounds(segment, args)
         if not rounds:
             print(f"{world} ranks, segment {number + 1}/{args.segments}: no quiet round yet")
             continue
@@ -196,7 +240,7 @@ def measure(world: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_segment(
-    world: int, args: argparse.Namespace, first_round: int, deadline: float
+    world: int, args: argparse.Namespace, steps: float, first_round: int, deadline: float
 ) -> dict[str, Any]:
     """Three fresh jobs, then rounds until this segment's share of steps is done in quiet."""
     with ExitStack() as stack:
@@ -209,13 +253,14 @@ def run_segment(
             arm.run(WARM_STEPS)
         step_seconds = bare.run(WARM_STEPS) / WARM_STEPS
         block = max(4, round(BLOCK_SECONDS / step_seconds))
-        wanted = -(-args.steps // (2 * block * args.segments))
+        lead = 1 if step_seconds > LONG_STEP_SECONDS else LEAD_STEPS
+        wanted = math.ceil(steps / (2 * block))
         for arm in arms:
             arm.blocks.clear()
         rounds: list[dict[str, float]] = []
         done = 0
         while done < wanted and (time.monotonic() < deadline or args.quick):
-            rounds.append(one_round(arms, block, first_round + len(rounds)))
+            rounds.append(one_round(arms, block, lead, first_round + len(rounds)))
             done += rounds[-1]["others"] <= OTHERS_MAX or args.quick
             if sys.stderr.isatty():
                 taken = f"others took {rounds[-1]['others']:.1%}"
@@ -232,14 +277,14 @@ def run_segment(
         }
 
 
-def one_round(arms: Sequence[Arm], block: int, number: int) -> dict[str, float]:
+def one_round(arms: Sequence[Arm], block: int, lead: int, number: int) -> dict[str, float]:
     """There and back. The two bare jobs change places from round to round."""
     bare, protected, control = arms
     outer, inner = (bare, control) if number % 2 == 0 else (control, bare)
     sums = {name: 0.0 for arm in arms for name in (arm.name, f"{arm.name}_processor")}
     taken = 0.0
     for arm in (outer, protected, inner, inner, protected, outer):
-        sums[arm.name] += arm.run(block)
+        sums[arm.name] += arm.run(block, lead)
         sums[f"{arm.name}_processor"] += arm.blocks[-1]["processor"]
         taken = max(taken, arm.blocks[-1]["others"])
     return {**sums, "steps": 2.0 * block, "others": taken}
@@ -285,7 +330,9 @@ def keepstep_arm(
     gate = directory / "keepstep.gate"
     nodes = [NodePlan("n0", world // 2), NodePlan("n1", world // 2 + 1)]
     spec = rig.spec_of(directory, WORKER, _arguments(gate, args), world=world, spares=1)
-    spec = replace(spec, nodes=2, ranks_per_node=world // 2)
+    looks = {CHECK_STEPS: str(args.check_steps)} if args.check_steps else {}
+    around = {**spec.environment, **looks}
+    spec = replace(spec, nodes=2, ranks_per_node=world // 2, environment=around)
     with listening(gate) as listener, rig.running(spec, nodes, directory) as keeper:
         connections = accept_all(listener, world, keeper.cluster.supervisor.check)
         arm = Arm("keepstep", connections, lambda: _everything(keeper.cluster))

@@ -18,6 +18,8 @@ OrderId = NewType("OrderId", str)
 IncidentId = NewType("IncidentId", str)
 MigrationId = NewType("MigrationId", str)
 
+CHECK_STEPS = "KEEPSTEP_CHECK_STEPS"
+"""In a job's environment: steps between two looks for corrupt state."""
 EXIT_REQUEUE = 75
 """What a job ends with after a just-in-time checkpoint: run it again and it goes on there."""
 
@@ -55,7 +57,8 @@ class Sign(StrEnum):
     EXIT = "exit"
     """The process is gone: a signal, or an exit code without a Python traceback."""
     EXCEPTION = "exception"
-    """User code raised. `detail` holds the traceback."""
+    """User code raised, and `detail` holds the traceback; or, with the exit code of SIGKILL, the
+    kernel ended it for lack of memory."""
     FINISHED = "finished"
     """The worker ended its script in good order."""
     HANG = "hang"
@@ -66,6 +69,8 @@ class Sign(StrEnum):
     """A rank's state is not what it was, or not what other holders have."""
     STORE_LOST = "store_lost"
     """The process that hosts the generation's store is gone."""
+    UNCOVERED = "uncovered"
+    """What a rank keeps of another's portion leads no further. Nobody has to stop for it."""
 
 
 class Severity(StrEnum):

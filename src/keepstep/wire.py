@@ -140,7 +140,7 @@ class Observed:
     """Negative: the signal that ended the process."""
     detail: str = ""
     cover: str = ""
-    """Corrupt is not the rank's own state, but what it keeps of this portion."""
+    """What is corrupt, or not up to date, is what it keeps of this portion."""
     age_seconds: float = 0.0
     """How long ago it was seen, on the clocks of those who kept it: nobody could be told."""
 
@@ -527,7 +527,7 @@ class WorkerBroken:
     corrupt: bool = False
     """No collective, but its own state: it is wrong."""
     cover: str = ""
-    """Not even that, but what it keeps of this portion, whose owner is another."""
+    """Not even that, but what it keeps of this portion: wrong; or, not `corrupt`, out of date."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from keepstep.model import JobId, JobSpec, Policy
 from keepstep.page import Page, Progress
 
 SECONDS_MAX = 150.0
+GONE_SECONDS_MAX = 10.0
 
 
 class SmallJob:
@@ -139,3 +141,30 @@ class SmallJob:
     def incidents(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.cluster.client.cluster()["incidents"]
         return found
+
+
+@contextlib.contextmanager
+def memory_limit(size: int) -> Iterator[None]:
+    """What this process starts meanwhile has this much, and no more."""
+    groups = Path("/sys/fs/cgroup")
+    first = (groups / "cgroup.controllers").exists()
+    base, limit = (groups, "memory.max") if first else (groups / "memory", "memory.limit_in_bytes")
+    group = base / f"keepstep-test-{os.getpid()}"
+    own = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    wanted = "" if first else "memory"
+    before = next(line.split(":", 2)[2] for line in own if line.split(":", 2)[1] == wanted)
+    group.mkdir()
+    try:
+        (group / limit).write_text(str(size), encoding="utf-8")
+        (group / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
+        try:
+            yield
+        finally:
+            back = base / before.lstrip("/") / "cgroup.procs"
+            back.write_text(str(os.getpid()), encoding="utf-8")
+    finally:
+        deadline = time.monotonic() + GONE_SECONDS_MAX
+        # Who was killed belongs to it until its parent, or init, has reaped it.
+        while (group / "cgroup.procs").read_text(encoding="utf-8") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        group.rmdir()

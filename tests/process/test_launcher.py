@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +21,8 @@ from keepstep.cli.cluster import (
     find_job,
     rooms_directory,
 )
-from keepstep.model import JobId, JobSpec
+from keepstep.model import EXIT_REQUEUE, JobId, JobSpec
+from tests.process.test_session import PLAIN_BODY, check_as_bare, loop
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -162,6 +165,41 @@ def test_ctrl_c_stops_the_job_and_ends_with_130(launch: Callable[..., Launched],
     launched.process.send_signal(signal.SIGINT)
     assert launched.ends() == 130, launched.said()
     until(lambda: not marked_processes(launched.run_dir), "every process to be gone")
+
+
+def test_sigterm_saves_a_boundary_and_running_it_again_goes_on_there(
+    launch: Callable[..., Launched], here: Path
+):
+    script, steps = loop(PLAIN_BODY, steps=60), here / "run" / "state" / "steps.jsonl"
+    (here / "train.py").write_text(script, encoding="utf-8")
+    launched = launch("--env", "PACE=0.1", "train.py")
+    until(lambda: steps.exists() and len(steps.read_bytes().splitlines()) > 5, "some steps")
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.ends() == EXIT_REQUEUE, launched.said()
+    made = len(steps.read_bytes().splitlines())
+    assert 5 < made < 60
+    (here / "hurry").touch()
+    again = launch("train.py")
+    assert again.ends() == 0, again.said()
+    logged = [json.loads(line)["step"] for line in steps.read_bytes().splitlines()]
+    assert logged == list(range(60)), "each step once, before the end or after it"
+    check_as_bare(here, script, world=2)
+
+
+def test_the_demo_proves_that_nothing_differs():
+    done = subprocess.run(
+        [sys.executable, "-m", "keepstep.cli", "demo"],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    sums = re.findall(r"sha256 ([0-9a-f]{64})", done.stdout)
+    assert len(sums) == 2
+    assert sums[0] == sums[1]
+    assert "kill -9" in done.stdout
 
 
 def test_a_killed_orchestrator_and_a_killed_agent_are_put_back_under_a_running_job(

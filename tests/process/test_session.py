@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.job import SmallJob
+from tests.process.job import SmallJob, memory_limit
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -393,26 +393,58 @@ session = keepstep.session(model=model, optimizer=optimizer)
 for (x,) in session.steps(batches):
     with session.attempt():
         optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
         if session.step == 40 and rank in CULPRITS and not session.rehearsing:
-            raise KeyError("a typo of mine")
-        model(x).pow(2).mean().backward()
+            TROUBLE
+        loss.backward()
         optimizer.step()
         time.sleep(0.01)
 """
 
 
-@pytest.mark.parametrize(("culprits", "spares_used"), [("(1,)", 1), ("(0, 1, 2)", 0)])
+TYPO = """raise KeyError("a typo of mine")"""
+HUGE = """torch.empty(1 << 60)"""
+NAN = """assert (loss * float("nan")).isfinite(), "the loss is NaN\""""
+
+
+@pytest.mark.parametrize(
+    ("culprits", "trouble", "said", "spares_used"),
+    [
+        ("(1,)", TYPO, "KeyError: 'a typo of mine'", 1),
+        ("(0, 1, 2)", TYPO, "KeyError: 'a typo of mine'", 0),
+        ("(1,)", HUGE, "RuntimeError: ", 1),
+        ("(0, 1, 2)", NAN, "AssertionError: the loss is NaN", 0),
+    ],
+)
 def test_a_users_exception_stops_the_job_with_the_users_traceback(
-    tmp_path: Path, culprits: str, spares_used: int
+    tmp_path: Path, culprits: str, trouble: str, said: str, spares_used: int
 ) -> None:
-    script = loop(RAISES_BODY.replace("CULPRITS", culprits))
+    script = loop(RAISES_BODY.replace("CULPRITS", culprits).replace("TROUBLE", trouble))
     with SmallJob(tmp_path, script, slots=(5,), spares=2) as job:
         over = job.end()
         seats = over["seats"]
     assert over["state"] == "failed"
     assert over["exit_code"] != 0
-    assert "KeyError: 'a typo of mine'" in over["detail"]
+    assert said in over["detail"]
     assert sum(seat["incarnation"] for seat in seats) <= spares_used
+
+
+EATS = """with session.busy("a table", seconds_max=100):
+                held = [torch.ones(1 << 24) for _ in range(1000)]"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="a memory limit needs root")
+def test_a_rank_that_the_kernel_kills_for_lack_of_memory_costs_one_spare(tmp_path: Path) -> None:
+    script = loop(RAISES_BODY.replace("CULPRITS", "(1,)").replace("TROUBLE", EATS))
+    with memory_limit(4 << 30), SmallJob(tmp_path, script, slots=(5,), spares=2) as job:
+        over = job.end()
+        seats = over["seats"]
+        (incident,) = job.incidents()
+    assert over["state"] == "failed"
+    assert "the kernel killed it for lack of memory" in over["detail"]
+    assert incident["causes"][0]["rank"] == 1
+    assert [seat["incarnation"] for seat in seats] == [0, 1, 0]
 
 
 def test_a_stopped_rank_is_found_and_replaced(tmp_path: Path) -> None:
@@ -458,3 +490,42 @@ def test_the_quickstart_differs_from_plain_ddp_in_at_most_five_lines() -> None:
 
     changed = [d for d in difflib.ndiff(code(plain), code(train)) if d.startswith("+ ")]
     assert len(changed) <= 5, changed
+
+
+REWIND_BODY = """
+import ctypes
+session = keepstep.session(model=model, optimizer=optimizer)
+for (x,) in session.steps(batches):
+    with session.attempt():
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        pace()
+    if session.due(20) and session.step == 20:
+        session.save()
+    if session.due(24) and rank == 1 and not os.path.exists("flipped"):
+        open("flipped", "w").close()
+        byte = ctypes.c_ubyte.from_address(model.module[0].weight.data_ptr() + 2)
+        byte.value ^= 64
+result()
+"""
+
+
+def test_a_job_with_contaminated_steps_goes_back_before_them_if_somebody_wants_it(
+    tmp_path: Path,
+) -> None:
+    script = loop(REWIND_BODY)
+    with SmallJob(tmp_path, script, environment={"KEEPSTEP_CHECK_STEPS": "10"}) as job:
+        found = job.wait(
+            lambda view: view["contaminated"] and view["state"] == "running",
+            "a flip that is found by comparison",
+        )
+        assert found["contaminated"] == [20, 29]
+        assert found["published"]["step"] == 20
+        said = job.cluster.client.stop("job", save=False, why="a test", rewind=True)["why"]
+        assert job.view()["contaminated"] == [], said
+        assert job.end()["exit_code"] == 0
+        rewound = job.incidents()[-1]
+    assert rewound["outcome"] == "fallback"
+    (tmp_path / "flipped").unlink()
+    check_as_bare(tmp_path, script.replace('os.path.exists("flipped")', "True"))

@@ -15,6 +15,7 @@ from typing import get_type_hints
 
 from keepstep import portion, wire
 from keepstep.model import (
+    CHECK_STEPS,
     Generation,
     JobId,
     JobSpec,
@@ -53,7 +54,7 @@ class Player:
     # ------------------------------------------------------------ commands
 
     def do_submit(self, plain, options):
-        """submit nodes=2 ranks=2 spares=1 priority=5 hold=60 unit=node lend_seconds_max=100"""
+        """submit nodes=2 ranks=2 spares=1 priority=5 hold=60 unit=node check=20"""
         known = get_type_hints(Policy)
         told = {name: known[name](text) for name, text in options.items() if name in known}
         policy = Policy(**{"hold_seconds_max": float(options.get("hold", 60)), **told})
@@ -65,6 +66,7 @@ class Player:
             spares=int(options.get("spares", 0)),
             priority=int(options.get("priority", 0)),
             policy=policy,
+            environment={CHECK_STEPS: options["check"]} if "check" in options else {},
         )
         return self.feed(events.Submitted(spec))
 
@@ -135,6 +137,10 @@ class Player:
 
     def do_broken(self, plain, options):
         return self._observed(plain[0], Sign.BROKEN, {"detail": "connection-reset", **options})
+
+    def do_behind_of(self, plain, options):
+        """behind_of 2 cover=1: rank 2 got no record of rank 1's step."""
+        return self._observed(plain[0], Sign.UNCOVERED, {"detail": "a-hole", **options})
 
     def do_hang(self, plain, options):
         """hang 1: a health program says so."""
@@ -331,6 +337,13 @@ class Player:
 
     def do_stop(self, plain, options):
         return self.feed(events.StopAsked(self.focus, "SIGTERM", save="save" in plain))
+
+    def do_rewind(self, plain, options):
+        return self.feed(events.StopAsked(self.focus, "steps are contaminated", rewind=True))
+
+    def do_contaminated(self, plain, options):
+        """contaminated: what `status` says of steps in which corrupt state took part."""
+        return [f"contaminated: {list(self.job.contaminated)}"]
 
     def do_publish(self, plain, options):
         generation = Generation(int(options.get("g", self.job.generation)))

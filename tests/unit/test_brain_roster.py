@@ -38,6 +38,27 @@ def test_a_mirror_is_in_another_rack_if_there_is_one():
     assert roster.mirror_stride(nodes, ["r0"] * 216) == 4, "one rack: at least another node"
 
 
+def test_a_mirror_is_behind_another_switch_even_where_racks_differ():
+    nodes = [NodeId(f"n{rank}") for rank in range(8)]
+    racks = [f"r{rank}" for rank in range(8)]
+    switches = [f"s{rank // 2 % 2}" for rank in range(8)]
+    stride = roster.mirror_stride(nodes, racks, switches)
+    assert all(switches[rank] != switches[(rank + stride) % 8] for rank in range(8))
+
+
+def test_labels_decide_where_mirrors_are():
+    def node(number: int, **labels: str) -> NodeState:
+        state = NodeState(NodeId(f"n{number}"), "a", 1, 7, 8, "b", serial=number)
+        state.shares = roster.shares(labels)
+        return state
+
+    listed = [node(i, rack=f"r{i}", switch=f"s{i // 2}") for i in range(4)]
+    nodes = {state.node: state for state in listed}
+    seats = [Seat(Rank(i), state.node, 0, 0) for i, state in enumerate(listed)]
+    made = roster.build(JobId("j"), Generation(1), "x", listed[0].node, seats, nodes)
+    assert made.mirror_stride == 2, "neighbours have racks of their own, and one switch"
+
+
 @settings(deadline=None)
 @given(st.integers(2, 6), st.integers(1, 8))
 def test_block_placement_always_has_a_stride_without_collisions(nodes, each):

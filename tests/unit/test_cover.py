@@ -164,8 +164,17 @@ def test_a_flipped_bit_in_a_mirror_is_found(tmp_path: Path) -> None:
 
 def looked_after(keeping: Keeping) -> list[str]:
     """What a mirror finds while it looks at each part once."""
-    found = (patrol.spoilt(keeping, step) for step in range(100, 100 + CAPSULE_STEPS))
+    steps = range(100, 100 + CAPSULE_STEPS)
+    found = (patrol.spoilt(keeping, patrol.due(step, 1)) for step in steps)
     return list(filter(None, found))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7, 8, 20, 100])
+def test_a_mirror_looks_at_each_eighth_once_in_so_many_steps(every: int) -> None:
+    steps = range(1000, 1000 + max(every, CAPSULE_STEPS))
+    seen = [eighth for step in steps for eighth in patrol.due(step, every)]
+    assert sorted(seen) == list(range(CAPSULE_STEPS))
+    assert patrol.due(1000, 0) == (), "nobody asked for it"
 
 
 def test_a_mirror_finds_each_flip_in_what_it_would_be_asked_for(tmp_path: Path) -> None:
@@ -202,7 +211,7 @@ def test_a_mirror_finds_a_flip_in_the_numbers_of_its_file(tmp_path: Path) -> Non
     for step in range(low, high):
         at = kept._slot_at(step)
         kept._memory[at] ^= 64
-        assert "should lead to" in patrol.spoilt(keeping, 0)
+        assert "should lead to" in patrol.spoilt(keeping, (0,))
         kept._memory[at] ^= 64
     # A piece that does not fit on: the step goes on, and the cover is given up.
     wire, owner = Wire(), Owner()
@@ -212,7 +221,7 @@ def test_a_mirror_finds_a_flip_in_the_numbers_of_its_file(tmp_path: Path) -> Non
     wire.send(14, *owner.record(14, {}, shard.gradients(14), capsule))
     keeping.take(wire)  # type: ignore[arg-type]
     assert keeping.kept is None
-    assert "was not begun" in patrol.spoilt(keeping, 0)
+    assert "was not begun" in patrol.spoilt(keeping, (0,))
 
 
 def test_a_record_that_was_not_sealed_ends_the_reach(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_step_made_again_is_the_owners_own_with_the_settings_of_then() -> None
         optimizer.param_groups[0]["lr"] = again.param_groups[0]["lr"] = rate
         step(model, optimizer)
         gradients = [parameter.grad for parameter in model.parameters()]
-        replay.update([again], list(other.parameters()), gradients)
+        replay.Shard([again], list(other.parameters())).update(gradients)
     assert torch.equal(model.weight, other.weight)  # type: ignore[arg-type]
     assert again.optim.param_groups[0]["lr"] == 0.03
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from keepstep import wire
 from keepstep.model import Generation, JobId, JobSpec, JobState, NodeId, Phase, Rank, Sign
-from keepstep.orchestrator import brain, events, nodes, policy, state
+from keepstep.orchestrator import admission, brain, events, nodes, policy, state
+from keepstep.orchestrator.state import NodeState, Occupant
 
 JOB = JobId("train")
 STRANGER = NodeId("n9")
@@ -112,3 +115,16 @@ def test_doubt_about_a_job_is_raised_by_those_who_have_something_of_it():
         said = wire.Hello(node, node, 1, 1, 2, "b", workers, obeyed=obeyed)
         brain.step(cluster, said, 2.0)
         assert cluster.jobs[JOB].unsure is not None
+
+
+def test_a_name_is_free_once_its_stream_was_closed_with_no_rank_behind_it():
+    def known(**fields) -> NodeState:
+        return replace(NodeState(NodeId("n0"), "a", 2, 1, 2, "old", 1), **fields)
+
+    hello = wire.Hello(NodeId("n0"), "a", 2, 1, 2, "new")
+    rank, spare = Occupant(JobId("j"), Rank(0), 0), Occupant(JobId("j"), Rank(-1), 0)
+    assert admission.why_taken(hello, "", known()), "it may come back"
+    assert admission.why_taken(hello, "", known(linked=False, uses={0: rank}))
+    assert not admission.why_taken(hello, "", known(linked=False, uses={0: spare}))
+    assert not admission.why_taken(hello, "", known(linked=False)), "a run that was over"
+    assert admission.why_taken(hello, "old", known(linked=False)), "somebody is connected"

@@ -393,10 +393,12 @@ class Agent:
         if self._is_old(broken):
             log.info("broken.ignored", job=broken.job, rank=broken.rank, why="older generation")
             return
+        # A word of its own: an older orchestrator would take it for a broken collective.
+        without = Sign.UNCOVERED if broken.cover else Sign.BROKEN
         observed = wire.Observed(
             node=self.config.node,
             job=broken.job,
-            sign=Sign.CORRUPT if broken.corrupt else Sign.BROKEN,
+            sign=Sign.CORRUPT if broken.corrupt else without,
             rank=broken.rank,
             incarnation=broken.incarnation,
             generation=broken.generation,

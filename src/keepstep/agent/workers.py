@@ -25,6 +25,7 @@ from keepstep.agent.forks import Forks
 from keepstep.agent.preload import Exited, Fork
 from keepstep.agent.room import ENDINGS_MAX, Room, WorkerRecord, kill_group
 from keepstep.detect import process
+from keepstep.detect.memory import Shortages
 from keepstep.errors import Permanent, WireError
 from keepstep.model import Generation, JobId, JobSpec, NodeId, Seat, Sign
 from keepstep.page import Page, page_path
@@ -35,6 +36,10 @@ ADOPTED_STATUS_SECONDS_MAX = 1.0
 """The same for a worker that died while no agent was there."""
 UNKNOWN_EXIT_CODE = -9
 """When nobody could reap the process. Gone without a word is what SIGKILL looks like."""
+SHORT_OF_MEMORY = (
+    "the kernel killed it for lack of memory: give its pod, its Slurm step or its node more, "
+    "or use less (the kernel's log says who used how much)"
+)
 ENTRY = "keepstep.training.entry:main"
 
 
@@ -74,6 +79,7 @@ class Workers:
         self._on_end = on_end
         self._living: dict[int, Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._shortages = Shortages()
         self._exits: dict[tuple[int, int], int] = {}
         """Statuses of processes whose record is not made yet, or that are adopted later."""
 
@@ -232,16 +238,17 @@ class Workers:
         code = worker.exit_code.result() if worker.exit_code.done() else UNKNOWN_EXIT_CODE
         words = worker.words or _last_words(self._room.ending_path(record))
         step, generation = _last_progress(self._room.job_room(record.job), record)
+        sign, code, detail = self._judge(worker, words, code)
         observed = wire.Observed(
             node=self.node,
             job=record.job,
-            sign=words.sign if words else Sign.EXIT,
+            sign=sign,
             rank=record.rank,
             incarnation=record.incarnation,
             generation=generation,
             step=max(step, words.step) if words else step,
-            exit_code=code if worker.exit_code.done() or words is None else _code_of(words),
-            detail=words.detail if words else _how(code, known=worker.exit_code.done()),
+            exit_code=code,
+            detail=detail,
         )
         self._living.pop(record.pid, None)
         self._room.workers.pop(record.pid, None)
@@ -255,6 +262,20 @@ class Workers:
         log.info("worker.ended", job=record.job, rank=record.rank, sign=observed.sign, code=code)
         worker.gone.set()
         self._on_end(worker, observed)
+
+    def _judge(
+        self, worker: Worker, words: wire.WorkerEnding | None, code: int
+    ) -> tuple[Sign, int, str]:
+        known = worker.exit_code.done()
+        if words is None:
+            if code == -signal.SIGKILL and self._shortages.explains_a_death():
+                return Sign.EXCEPTION, code, SHORT_OF_MEMORY
+            return Sign.EXIT, code, _how(code, known=known)
+        # It could still speak: what the kernel has killed, if anything, was a child of it.
+        self._shortages.forget()
+        # A kill after the traceback is no shortage of memory.
+        raised = words.sign is Sign.EXCEPTION and code < 0
+        return words.sign, code if known and not raised else _code_of(words), words.detail
 
     # ------------------------------------------------------------ ending
 

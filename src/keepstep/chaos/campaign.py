@@ -27,6 +27,7 @@ from keepstep.chaos import flips, proof, reckoning, report
 from keepstep.chaos import network as networks
 from keepstep.chaos.aftermath import UNTOUCHED_SECONDS, Aftermath, is_tainted, user_error
 from keepstep.chaos.faults import (
+    AT_WORK,
     LOAN,
     PARALLEL,
     TELLING,
@@ -46,7 +47,7 @@ from keepstep.chaos.sight import Sight
 from keepstep.chaos.strike import Missed, Strike
 from keepstep.cli.cluster import LocalCluster, NodePlan
 from keepstep.errors import ConfigError, KeepstepError, Permanent
-from keepstep.model import JobId, JobSpec, Policy
+from keepstep.model import CHECK_STEPS, JobId, JobSpec, Policy
 
 JOB = JobId("chaos")
 STEADY_SECONDS_MAX = 120.0
@@ -91,6 +92,8 @@ class Plan:
             raise ConfigError(f"--sabotage knows: {', '.join(sabotage.NAMES)}")
         if self.parallel not in PARALLEL:
             raise ConfigError(f"--parallel knows: {', '.join(PARALLEL)}")
+        if self.parallel not in (fits := AT_WORK.get(self.sabotage, PARALLEL)):
+            raise ConfigError(f"--sabotage {self.sabotage} takes --parallel {' or '.join(fits)}")
         if self.sharded and (self.world < 4 or self.world % 2):
             raise ConfigError("a sharded job takes a world of 4, 6, 8 … ranks: --world")
         flips.check(self.mix, self.check_steps, 1 if self.sharded else self.world)
@@ -250,7 +253,7 @@ class Campaign:
         if self.plan.sabotage:
             found["KEEPSTEP_SABOTAGE"] = self.plan.sabotage
         if self.plan.check_steps:
-            found["KEEPSTEP_CHECK_STEPS"] = str(self.plan.check_steps)
+            found[CHECK_STEPS] = str(self.plan.check_steps)
         return found
 
     # ------------------------------------------------------------ the job

@@ -225,6 +225,13 @@ TELLING: dict[str, tuple[str, ...]] = {
     "phase": ("sigkill", "rank0"),
 }
 """The kinds that must notice when a protection is switched off."""
+AT_WORK: dict[str, tuple[str, ...]] = {
+    "fsdp-reset": ("hsdp", "fsdp"),
+    "vote": ("hsdp", "tp", "fsdp", "zero1"),
+    "mirror": ("fsdp", "zero1"),
+    "phase": ("zero1",),
+}
+"""Protections that not every job has: where there is none, nothing can be switched off."""
 
 
 NOT_SHARDED = frozenset(

@@ -97,7 +97,8 @@ class Referee:
         if job.fallbacks > account.fallbacks:
             account.fallbacks = job.fallbacks
             why = next((line for line in reversed(said) if "fallback: " in line), "")
-            self._judge_fallback(job, why)
+            if "rewound to step" not in why:
+                self._judge_fallback(job, why)
             left = re.search(r"steps after boundary (\d+) are lost", why)
             start = int(left[1]) if left else max(job.published_step, 0)
             group.committed = min(group.committed, start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from keepstep import wire
 from keepstep.chaos.simulated import Agent, Worker
 from keepstep.chaos.simulated_group import Group
 from keepstep.chaos.simulated_setting import Setting
@@ -78,8 +79,9 @@ class Faults:
             "corrupt state": self._corrupt,
             "lying source": self._lie,
             "sigterm": self._sigterm,
+            "rewind": self._rewind,
         }
-        weights = [6, 3, 3, 4, 4, 3, 4, 4, 2, 2, 1, 1, 1, 0.4, 0.4, 1, 1, 0.3]
+        weights = [6, 3, 3, 4, 4, 3, 4, 4, 2, 2, 1, 1, 1, 0.4, 0.4, 1, 1, 0.3, 0.6]
         if self.setting.compete:
             kinds |= {
                 "rack loss": self._lose_rack,
@@ -347,4 +349,24 @@ class Faults:
 
     def _sigterm(self) -> bool:
         self.feed(events.StopAsked(self._some_spec().job, "SIGTERM", save=True))
+        return True
+
+    def _rewind(self) -> bool:
+        worker = self._pick()
+        if worker is None:
+            return False
+        group = self.group(worker.job)
+        node, step = group.agent(worker).node, max(0, group.committed - 3)
+        self.feed(
+            wire.Publish(
+                node,
+                worker.job,
+                worker.generation,
+                worker.rank,
+                step,
+                f"boundary-{step}-0",
+                "rewind",
+            )
+        )
+        self.feed(events.StopAsked(worker.job, "somebody wants it", rewind=True))
         return True

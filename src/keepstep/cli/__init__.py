@@ -33,6 +33,7 @@ at 3 a.m.:
   keepstep migrate --home        ranks go back to the nodes they started on
   keepstep freeze --why TEXT     decide nothing until `keepstep unfreeze`
   keepstep stop --save JOB       end a job at a saved boundary
+  keepstep rewind JOB            go back to its newest checkpoint
   keepstep report                where the time went, was the promise kept
 
 Commands find the orchestrator by --orchestrator, by $KEEPSTEP_ORCHESTRATOR, or

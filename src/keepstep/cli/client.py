@@ -74,8 +74,8 @@ class Client:
     def submit(self, spec: JobSpec) -> dict[str, Any]:
         return self._object("POST", "/v1/jobs", codec.to_plain(spec))
 
-    def stop(self, job: str, *, save: bool, why: str) -> dict[str, Any]:
-        body = {"save": save, "why": why}
+    def stop(self, job: str, *, save: bool, why: str, rewind: bool = False) -> dict[str, Any]:
+        body = {"save": save, "why": why, **({"rewind": True} if rewind else {})}
         return self._object("POST", f"/v1/jobs/{quote(job, safe='')}/stop", body)
 
     def migrate(self, job: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from keepstep.cli.follow import follow_to_the_end
 from keepstep.config import LauncherConfig, load
 from keepstep.errors import ConfigError
 from keepstep.ledger import guarantee
-from keepstep.model import JobId, JobSpec
+from keepstep.model import CHECK_STEPS, JobId, JobSpec
 
 IGNORED = (
     "rdzv-backend",
@@ -198,7 +198,7 @@ def settle(asked: argparse.Namespace, environ: Mapping[str, str], here: Path) ->
     spec = _spec(asked, JobId(job), nodes, ranks, run_dir, here)
     variables = _environment(asked.env, environ)
     if asked.check_steps:
-        variables["KEEPSTEP_CHECK_STEPS"] = str(asked.check_steps)
+        variables[CHECK_STEPS] = str(asked.check_steps)
     terms = guarantee.load(asked.terms)[1] if asked.terms else ""
     spec = replace(spec, environment=variables, terms=terms)
     name = asked.node or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())

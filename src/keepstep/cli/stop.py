@@ -1,4 +1,7 @@
-"""`keepstep stop`: end a job, with --save at a boundary from which a rerun goes on."""
+"""`keepstep stop`: end a job, with --save at a boundary from which a rerun goes on.
+
+`keepstep rewind`: not to end it, but to go back to its newest checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--no-wait", action="store_true", help="return once it is ordered")
     common_options(command)
     command.set_defaults(run=run)
+    back = commands.add_parser(
+        "rewind",
+        help="go back to the newest checkpoint, and on from there",
+        description="For a job with contaminated steps (`keepstep status`): all ranks start anew "
+        "from the newest checkpoint that was published before them. Steps since then are made "
+        "again; it is recorded as a fallback.",
+    )
+    back.add_argument("job", nargs="?", default="", help="default: the only one that runs")
+    back.add_argument("--why", default="keepstep rewind", help="for the record")
+    common_options(back)
+    back.set_defaults(run=run_rewind)
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -35,6 +49,19 @@ def run(asked: argparse.Namespace) -> int:
     else:
         print(f"{job}: {answer.get('state') or answer['why']}")
     return 0
+
+
+def run_rewind(asked: argparse.Namespace) -> int:
+    client = from_environment(asked.orchestrator, asked.token_file)
+    job = asked.job or only_job(client.cluster())
+    before = client.job(job)["fallbacks"]
+    answer = client.stop(job, save=False, why=asked.why, rewind=True)
+    done = client.job(job)["fallbacks"] > before
+    if asked.output == "json":
+        print(codec.dumps({**answer, "done": done}).decode())
+    else:
+        print(f"{job}: {answer['why']}")
+    return 0 if done else 1
 
 
 def _wait_until_over(client: Client, job: str) -> dict[str, object]:

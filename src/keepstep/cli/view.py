@@ -114,6 +114,8 @@ def job_lines(
         some = ", ".join(map(str, job["uncovered"][:8])) + (" …" if job["uncovered"][8:] else "")
         text = f"state of rank {some} has no second home: its loss would be a fallback"
         lines.append("  " + paint(text, "bad"))
+    if job.get("contaminated"):
+        lines += ["  " + paint(text, "bad") for text in _contamination(job)]
     lines += remedy_lines(job, paint)
     if job["over"]:
         if job["detail"]:
@@ -121,6 +123,14 @@ def job_lines(
         return fit(lines, columns)
     seats = seat_lines(job, picture, paint, columns - 2)
     return fit(lines, columns) + [f"  {line}" for line in seats]
+
+
+def _contamination(job: Plain) -> list[str]:
+    (first, last), kept = job["contaminated"], job["published"]["step"]
+    said = [f"steps {first} to {last} are contaminated: a rank with corrupt state took part"]
+    if 0 <= kept <= first and not job["over"]:
+        said.append(f"`keepstep rewind {job['id']}` goes back to the checkpoint of step {kept}")
+    return said
 
 
 def remedy_lines(job: Plain, paint: Painter = plain) -> list[str]:

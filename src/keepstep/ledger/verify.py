@@ -235,7 +235,7 @@ class Told:  # what the chain says, by generation and incident; as many as the j
             if event["kind"] == "Submitted":  # Anew, maybe: it may count from none again.
                 orderly, asked = state in ("", *OVER), 1e99
                 seen = seen if facts.get("incidents") else set()
-            if event["kind"] == "StopAsked":
+            if event["kind"] == "StopAsked" and not event["body"].get("rewind"):
                 alone = state in BUSY and "incident" not in self.last
                 asked, self.quit = min(asked, now), now if alone else 0.0
             if event["kind"] == "PhaseReport" and event["body"]["phase"] == "verify":

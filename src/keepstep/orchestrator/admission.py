@@ -14,7 +14,7 @@ from typing import Any
 
 from keepstep import tls, wire
 from keepstep.model import JobSpec, NodeId, Policy, Rank
-from keepstep.orchestrator import planned
+from keepstep.orchestrator import nodes, planned
 from keepstep.orchestrator.http import BadRequest
 from keepstep.orchestrator.state import Job, NodeState
 from keepstep.orchestrator.tokens import NAME, Caller
@@ -168,12 +168,13 @@ def why_taken(hello: wire.Hello, here: str, known: NodeState | None) -> str:
     """Why a node cannot have its name: somebody else has it, or is about to come back. Agents
     restart, leaders change. `here` is the boot of the one that is connected, if one is.
 
-    A machine that died without a word gives its name back once it is silent.
+    A machine that died without a word gives its name back once it is silent; one whose stream was
+    closed while no rank was there, at once: a run that is over and is run again.
     """
     if here:
         taken = here != hello.boot
     else:
         taken = known is not None and known.alive and known.boot != hello.boot
-    if not taken:
+    if not taken or (not here and known is not None and nodes.closed(known)):
         return ""
     return f"a node called {hello.node} is here already; give this one another name with --node"

@@ -10,7 +10,7 @@
     GET  /v1/jobs/{job}/policy     its policy and budgets; ?fault=rank:2 (or node:N, domain:NAME,
                                    drain:N): what would happen then
     POST /v1/jobs                  submit a JobSpec; the same one again changes nothing
-    POST /v1/jobs/{job}/stop       {"save": true} writes a checkpoint of the boundary first
+    POST /v1/jobs/{job}/stop       {"save": true}: at a saved boundary; {"rewind": true}: go back
     POST /v1/jobs/{job}/migrate    {"ranks": [2], "to": "n4", "why": …}: move ranks that are well;
                                    {"ranks": [2], "cancel": true} takes it back
     POST /v1/nodes/{node}/drain    {"why": …}: nothing new comes here, and what is here moves away
@@ -18,8 +18,7 @@
     GET  /v1/taints                POST /v1/taints   {"node": "n3", "slot": 1, "reason": …,
                                    "severity": "avoid" | "leave" | "imminent", "seconds": 3600}
     POST /v1/taints/remove         {"node": "n3", "slot": 1}; without a slot: the whole node
-    POST /v1/freeze                {"why": …}: nothing is decided in the whole cluster …
-    POST /v1/unfreeze              … until now
+    POST /v1/freeze                {"why": …}: nothing is decided until POST /v1/unfreeze
     POST /v1/webhooks/alertmanager alerts that mean taints, by the mapping of alerts.py
     GET  /v1/events                server-sent events: each decision and its reason
     GET  /v1/openapi.json          all this for programs; the same as docs/openapi.json
@@ -250,7 +249,8 @@ class Api:
     async def _stop(self, call: Call) -> Reply:
         job = self._known_job(call.names["job"], call).spec.job
         why = call.body.get("why") or "an operator asked for it"
-        event = events.StopAsked(job, why[:REASON_CHARS_MAX], save=call.body.get("save", False))
+        save, rewind = (call.body.get(name, False) for name in ("save", "rewind"))
+        event = events.StopAsked(job, why[:REASON_CHARS_MAX], save=save, rewind=rewind)
         decision = await self._decide(event, call)
         return json_response(self._sight(call).cleaned({"job": job, "why": decision.why}))
 
@@ -353,6 +353,8 @@ class Api:
 VIEWER, OPERATOR, WEBHOOK = Role.VIEWER, Role.OPERATOR, Role.WEBHOOK
 _WHY = Field((str,), "the reason, for the record")
 _DRY_RUN = Field((bool,), "only say what would happen")
+_SAVE = Field((bool,), "write a checkpoint of the boundary first")
+_REWIND = Field((bool,), "not to end it: go back to the newest checkpoint, and on from there")
 _NODE = Field((str,), "the node's name", required=True)
 _SLOT = Field((int,), "one of its slots; without it the whole node")
 
@@ -412,9 +414,9 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/jobs/{job}/stop",
         Api._stop,
-        "End a job",
+        "End a job, or send it back to its newest checkpoint",
         "Stopped",
-        {"save": Field((bool,), "write a checkpoint of the boundary first"), "why": _WHY},
+        {"save": _SAVE, "rewind": _REWIND, "why": _WHY},
         role=OPERATOR,
     ),
     Route(

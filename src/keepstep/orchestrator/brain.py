@@ -27,6 +27,7 @@ from keepstep.orchestrator import (
     planning,
     policy,
     reconcile,
+    reports,
     requests,
     room,
     slots,
@@ -234,6 +235,9 @@ def _observed(turn: Turn, job: Job, event: Observed) -> None:
             _broken(turn, job, event)
         case Sign.STORE_LOST:
             _store_lost(turn, job, event)
+        case Sign.UNCOVERED:
+            sits = _sits(job, event.node, event.rank)
+            reports.uncovered(turn, job, event, sits=sits)
         case Sign.EXIT | Sign.EXCEPTION | Sign.FINISHED:
             _ended(turn, job, event)
         case Sign.CORRUPT:
@@ -262,6 +266,8 @@ def _corrupt(turn: Turn, job: Job, event: Observed) -> None:
         # Until its owner has sent it anew, `status` says that this portion has no second home.
         job.covers.pop(event.cover, None)
         what = f"what rank {event.rank} on {event.node} keeps is corrupt: {event.detail}"
+    else:
+        job.contaminated = incidents.contaminated(job, event.step)
     if policy.acts(job):
         planning.taint(turn, job, event.rank, what)
     observe.fault(turn, job, incidents.Fault((incidents.cause_of(event),), what))
@@ -471,6 +477,7 @@ def _submitted(turn: Turn, event: Submitted) -> None:
         # The rerun goes on at the published checkpoint, and no old worker can meet a new one.
         job.generation, job.promised = before.generation, before.promised
         job.published_step, job.published_path = before.published_step, before.published_path
+        job.contaminated = before.contaminated
         # Agents remember how each incarnation ended: the rerun's must not be taken for them.
         job.first_incarnation = before.first_incarnation
         if before.roster is not None:

@@ -37,6 +37,8 @@ class StopAsked:
     why: str
     save: bool = False
     by: str = ""
+    rewind: bool = False
+    """Not to end it: it goes back to its newest published checkpoint, and on from there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,15 @@ class SaveAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class RewindAsked:
+    """Go back to the newest published checkpoint, and on from there."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Thawed:
     """The cluster was frozen: what came in the meantime has not been weighed yet."""
 
 
-Happening = Fault | PhaseReport | Room | SaveAsked | Thawed | Tick
+Happening = Fault | PhaseReport | Room | SaveAsked | RewindAsked | Thawed | Tick

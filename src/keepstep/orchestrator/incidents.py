@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from keepstep.model import NodeId, Rank, Sign
+from keepstep.model import CHECK_STEPS, NodeId, Rank, Sign
 from keepstep.orchestrator import policy
 from keepstep.orchestrator.state import DETAIL_CHARS_MAX, Cause, Job, Stall
 from keepstep.wire import Observed, Stalled
@@ -58,12 +58,27 @@ def stale(job: Job, event: Observed) -> str:
 
 def died(cause: Cause) -> Fault:
     """A worker ended on its own."""
-    if cause.sign is Sign.EXCEPTION:
+    if policy.ran_out_of_memory(cause):
+        what = f"was killed for lack of memory at step {cause.step}"
+    elif cause.sign is Sign.EXCEPTION:
         what = f"raised an exception at step {cause.step}"
     else:
         what = f"exited with {policy.ending(cause.exit_code)} at step {cause.step}"
     why = f"rank {cause.rank} on {cause.node} {what}"
     return Fault((cause,), why, dead=(cause.rank,))
+
+
+def contaminated(job: Job, step: int) -> tuple[int, ...]:
+    """The steps that corrupt state, found at this boundary, may have spoilt for all ranks.
+
+    State is compared every so many steps, and was right the last time. With a look before every
+    step it was found before anybody used it.
+    """
+    every = job.spec.environment.get(CHECK_STEPS, "")
+    if not (every.isascii() and every.isdigit()) or int(every[:9]) < 2 or step < 1:
+        return job.contaminated
+    found = (*job.contaminated, max(0, step - int(every[:9])), step - 1)
+    return min(found), max(found)
 
 
 def nodes_lost(job: Job, lost: Mapping[NodeId, str]) -> Fault:

@@ -183,6 +183,8 @@ def start_cold(turn: Turn, job: Job, seats: list[Seat]) -> None:
     job.finished, job.missing = {}, {}
     job.state = JobState.STARTING
     job.step = job.published_step
+    if job.contaminated and job.published_step <= job.contaminated[0]:
+        job.contaminated = ()
     job.step_seconds = 0.0
     migration.cold = True
     migration.gone, migration.fresh, migration.fences = {}, {}, {}

@@ -278,6 +278,11 @@ def _jobs(jobs: list[Job], facts: Facts) -> list[Family]:
             {name: float(count) for name, count in alone.items()},
         ),
         each(
+            "contaminated_steps",
+            "Steps in which a rank with corrupt state took part; 0 once it has gone back.",
+            {name: float(_contaminated(job)) for name, job in own.items()},
+        ),
+        each(
             "protected",
             "1 if a fault now would be answered without a rollback; 0 if the job is only observed, "
             "or some state has no second home.",
@@ -334,6 +339,10 @@ def _migrations(jobs: list[Job], now: float) -> list[Family]:
 
 def _labelled(job: Job, label: str, value: str, number: float) -> Sample:
     return Sample((("job_name", str(job.spec.job)), (label, value)), number)
+
+
+def _contaminated(job: Job) -> int:
+    return job.contaminated[1] - job.contaminated[0] + 1 if job.contaminated else 0
 
 
 def uncovered(job: Job) -> int:

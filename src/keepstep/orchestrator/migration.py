@@ -36,7 +36,13 @@ from keepstep.orchestrator import (
     suspicion,
 )
 from keepstep.orchestrator.events import Tick
-from keepstep.orchestrator.happenings import Happening, Room, SaveAsked, Thawed
+from keepstep.orchestrator.happenings import (
+    Happening,
+    RewindAsked,
+    Room,
+    SaveAsked,
+    Thawed,
+)
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import (
     CAUSES_MAX,
@@ -67,6 +73,8 @@ def step(turn: Turn, job: Job, happening: Happening) -> None:
             allocate.room(turn, job)
         case SaveAsked():
             saving.leave(turn, job, happening.why)
+        case RewindAsked():
+            _rewind(turn, job, happening.why)
         case Thawed():
             _thawed(turn, job)
         case Tick():
@@ -76,6 +84,14 @@ def step(turn: Turn, job: Job, happening: Happening) -> None:
 
 
 # ---------------------------------------------------------------- a fault, at any moment
+
+
+def _rewind(turn: Turn, job: Job, why: str) -> None:
+    """Nobody is lost: all go back, because somebody wants them to."""
+    launch.open_incident(turn, job)
+    name = MigrationId(f"m{turn.cluster.next()}")
+    job.migration = Migration(name, "unplanned", "recover", Phase.ALLOCATE, turn.now, turn.now)
+    launch.fall_back(turn, job, f"rewound to step {job.published_step}: {why}")
 
 
 def _fault(turn: Turn, job: Job, fault: Fault) -> None:

@@ -397,14 +397,18 @@ def lose_all(turn: Turn, lost: Mapping[NodeId, str]) -> None:
             observe.fault(turn, job, fault)
 
 
+def closed(state: NodeState) -> bool:
+    """A closed stream without a rank behind it is somebody who left: an agent was stopped, a job
+    was over. A machine that fails says nothing, or takes ranks along."""
+    return not state.linked and all(user.rank < 0 or user.fenced for user in state.uses.values())
+
+
 def _take_out(turn: Turn, node: NodeId, why: str) -> list[tuple[int, Occupant]]:
     """The node is no place any more; returns who was there."""
     cluster = turn.cluster
     state = cluster.nodes[node]
     users = sorted(state.uses.items())
-    # A closed stream without a rank behind it is somebody who left: an agent was stopped, a job was
-    # over. A machine that fails says nothing, or takes ranks along.
-    state.left = not state.linked and all(user.rank < 0 or user.fenced for _, user in users)
+    state.left = closed(state)
     state.alive, state.linked = False, False
     state.silent_at = state.vouched_at = -1.0
     state.doubted = False

@@ -360,6 +360,7 @@ def _job() -> Schema:
             "exit_code": INTEGER,
             "detail": STRING,
             "published": _record({"step": INTEGER, "path": STRING}),
+            "contaminated": _list(INTEGER),
             "spares": _record({"wanted": INTEGER, "ready": INTEGER, "standbys": standbys}),
             "finished": INTEGER,
             "incidents": INTEGER,

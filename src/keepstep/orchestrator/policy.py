@@ -77,21 +77,33 @@ def respond(job: Job, cause: Cause) -> Judgement:
     return Judgement(Response.REPLACE, f"rank {cause.rank} is replaced")
 
 
+def ran_out_of_memory(cause: Cause) -> bool:
+    """Killed by the kernel: an end that may be the program's own, like an exception."""
+    return cause.sign is Sign.EXCEPTION and cause.exit_code == -signal.SIGKILL
+
+
 def _exception(job: Job, cause: Cause) -> Judgement:
     before = job.exception
-    if (
-        before is not None
-        and before.step == cause.step
-        and (before.rank, before.incarnation) != (cause.rank, cause.incarnation)
-    ):
+    what = "ran out of memory" if ran_out_of_memory(cause) else "raised"
+    if before is not None and _second(before, cause):
         who = (
-            f"rank {cause.rank} raised at step {cause.step} again, on a second worker"
+            f"rank {cause.rank} {what} at step {cause.step} again, on a second worker"
             if before.rank == cause.rank
-            else f"ranks {before.rank} and {cause.rank} both raised at step {cause.step}"
+            else f"ranks {before.rank} and {cause.rank} both {what} at step {cause.step}"
         )
         return Judgement(Response.STOP, f"{who}: this is the program's own error")
-    why = f"rank {cause.rank} raised at step {cause.step} for the first time: it may be the node"
+    why = f"rank {cause.rank} {what} at step {cause.step} for the first time: it may be the node"
     return Judgement(Response.REPLACE, why, EXCEPTION_SETTLE_SECONDS)
+
+
+def _second(before: Cause, cause: Cause) -> bool:
+    """The same on a second worker. Ranks that share a node share its memory: they are one."""
+    short = ran_out_of_memory(cause)
+    if before.step != cause.step or ran_out_of_memory(before) != short:
+        return False
+    if before.rank == cause.rank:
+        return before.incarnation != cause.incarnation
+    return not short or before.node != cause.node
 
 
 def died_joining(job: Job, cause: Cause) -> bool:
@@ -120,7 +132,7 @@ def counted(before: Death | None, cause: Cause) -> Death:
 
 
 def deaths_max(exit_code: int) -> int:
-    """How often a rank may die alike at one step. A kill may be an operator, or the OOM killer."""
+    """How often a rank may die alike at one step. A kill may be an operator's."""
     if -exit_code in _CRASH_SIGNALS:
         return CRASHES_MAX
     return KILLS_MAX if exit_code < 0 else EXITS_MAX

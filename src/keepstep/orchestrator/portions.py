@@ -70,7 +70,9 @@ def note(job: Job, told: Iterable[SeatReport]) -> None:
         # What nobody covers any more is forgotten when all have told: until then a mirror that is
         # named in vain costs a question, and one that is not named a fallback.
         for cover in seat.covers:
-            job.covers[cover.portion] = seat.rank
+            # One that does not lead to where its keeper is has a hole already.
+            if cover.last >= seat.boundary:
+                job.covers[cover.portion] = seat.rank
         for name in seat.portions:
             if name not in job.portions:
                 kept = name if len(job.portions) < PORTIONS_MAX else TOO_MANY

@@ -6,7 +6,7 @@ from keepstep.model import NodeId, Phase, Rank
 from keepstep.orchestrator import alike, catching_up
 from keepstep.orchestrator.state import Job, in_migration
 from keepstep.orchestrator.turn import Turn
-from keepstep.wire import PhaseReport, SeatReport
+from keepstep.wire import Observed, PhaseReport, SeatReport
 
 
 def take(turn: Turn, job: Job, report: PhaseReport) -> list[SeatReport]:
@@ -67,3 +67,13 @@ def _place(job: Job, rank: Rank) -> NodeId | None:
     if migration.phase is not Phase.WARM:
         return now.seats[rank].node
     return migration.coming[rank].node if rank in migration.coming else None
+
+
+def uncovered(turn: Turn, job: Job, event: Observed, *, sits: bool) -> None:
+    """A mirror got no record of a step. Until the next generation that portion has one home."""
+    known = sits and event.generation == job.generation
+    if not known or job.covers.get(event.cover) != event.rank:
+        turn.ignore(f"rank {event.rank} keeps no portion {event.cover[:40]}")
+        return
+    del job.covers[event.cover]
+    turn.note(f"portion {event.cover} has one home only: {event.detail}", job)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import assert_never
 
 from keepstep.model import EXIT_REQUEUE, JobState
-from keepstep.orchestrator import freeze, homes, launch, migration, planned, reconcile, taints
+from keepstep.orchestrator import (
+    freeze,
+    homes,
+    launch,
+    migration,
+    planned,
+    policy,
+    reconcile,
+    taints,
+)
 from keepstep.orchestrator.events import (
     DrainAsked,
     FreezeAsked,
@@ -16,8 +25,8 @@ from keepstep.orchestrator.events import (
     UnfreezeAsked,
     UntaintAsked,
 )
-from keepstep.orchestrator.happenings import SaveAsked
-from keepstep.orchestrator.state import REQUESTS_MAX
+from keepstep.orchestrator.happenings import RewindAsked, SaveAsked
+from keepstep.orchestrator.state import REQUESTS_MAX, Cluster, Job
 from keepstep.orchestrator.turn import Turn
 
 Asked = (
@@ -87,6 +96,11 @@ def stop(turn: Turn, event: StopAsked) -> None:
     elif event.save and job.unsure is not None:
         why = "without --save it can be ended"
         turn.ignore(f"nothing of {event.job} can be saved before its ranks are found; {why}")
+    elif event.rewind:
+        if refused := not_rewound(turn.cluster, job):
+            turn.ignore(refused)
+        else:
+            migration.step(turn, job, RewindAsked(event.why))
     elif job.unsure is not None:
         reconcile.give_up(job)
         launch.finish(turn, job, JobState.STOPPED, 0, f"stopped: {event.why}")
@@ -99,3 +113,20 @@ def stop(turn: Turn, event: StopAsked) -> None:
         turn.ignore(f"{event.job} is already saving")
     else:
         migration.step(turn, job, SaveAsked(event.why))
+
+
+def not_rewound(cluster: Cluster, job: Job) -> str:
+    """Why this job cannot go back to its newest checkpoint now; empty: it can."""
+    name, step = job.spec.job, job.published_step
+    if step < 0:
+        return f"{name} has published no checkpoint: stop it and run it again to begin anew"
+    if job.contaminated and step > job.contaminated[0]:
+        return (
+            f"the newest checkpoint of {name}, of step {step}, comes after step "
+            f"{job.contaminated[0]}, the first that is contaminated: load an older one by hand"
+        )
+    if not policy.acts(job) or policy.stands_still(cluster, job):
+        return f"nothing is done to {name} now: its policy says observe, or the cluster is frozen"
+    if job.state is not JobState.RUNNING or job.migration is not None or job.finished:
+        return f"{name} does not train now: ask again when it does"
+    return ""

@@ -8,10 +8,11 @@ place: see `moves`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.model import (
@@ -66,46 +67,51 @@ def build(
 ) -> Roster:
     """A roster with the stride that its placement asks for."""
     own = [seat.node for seat in seats]
-    racks = [nodes[node].shares or node for node in own]
-    stride = mirror_stride(own, racks if racks != own else ())
+    said = {node: dict(_shared(nodes[node].shares)) for node in set(own)}
+    told = {name for parts in said.values() for name in parts}
+    domains = [[said[node].get(name, node) for node in own] for name in RACK_LABELS if name in told]
+    stride = mirror_stride(own, *domains)
     return Roster(job, generation, secret, store_node, stride, tuple(seats))
 
 
 def shares(labels: Mapping[str, str]) -> str:
-    """What a node with these labels is lost together with: its rack, as far as anybody said."""
-    for name in RACK_LABELS:
-        if value := labels.get(name):
-            return f"{name}={value}"
-    return ""
+    """What a node with these labels is lost together with, as far as anybody said."""
+    return "\n".join(f"{name}={labels[name]}" for name in RACK_LABELS if labels.get(name))
 
 
-def mirror_stride(nodes: Sequence[NodeId], racks: Sequence[str] = ()) -> int:
+def _shared(text: str) -> Iterator[tuple[str, str]]:
+    for line in text.splitlines():
+        name, _, value = line.partition("=")
+        yield name, value
+
+
+def mirror_stride(nodes: Sequence[NodeId], *domains: Sequence[str]) -> int:
     """The smallest k that puts rank r and rank (r + k) mod N on different nodes, for all r.
 
-    And in different racks, if that can be had. Where nothing does (a node with most of the ranks),
-    the k with fewest collisions; on one node none at all: a copy there would go with the original.
+    And in different racks, on different switches and so on, if that can be had. Where nothing does
+    (a node with most of the ranks), the k with fewest collisions, of nodes first, then of the wider
+    domains; on one node none at all: a copy there would go with the original.
     """
     size = len(nodes)
     if len(set(nodes)) <= 1:
         return 0
-    own, rack = list(nodes), list(racks or nodes)
-    # Ranks lie in blocks: the first rank of another rack is as far away as all have to look.
-    other_rack = next((k for k in range(1, size) if rack[k] != rack[0]), 1)
-    if racks and rack[other_rack] != rack[0]:
-        # Any shorter stride leaves rank 0 in its own rack: the first that fits lies from here on.
-        for stride in range(other_rack, min(size, STRIDES_TRIED_MAX + 1)):
-            if not _collisions(rack, stride) and not _collisions(own, stride):
-                return stride
-    best, fewest = 1, (size + 1, size + 1)
-    for stride in (*range(1, min(size, STRIDES_TRIED_MAX + 1)), other_rack):
+    own = list(nodes)
+    # What all of them share cannot be avoided.
+    places: list[list[NodeId] | list[str]] = [own, *(list(d) for d in domains if len(set(d)) > 1)]
+    # Ranks lie in blocks: a stride that is shorter than a block leaves two ranks of it together,
+    # and so does one that is nearly the whole way round.
+    blocks = [max(len(list(run)) for _, run in itertools.groupby(each)) for each in places]
+    first = max(blocks)
+    for stride in range(first, min(size - first, first + STRIDES_TRIED_MAX - 1) + 1):
+        if not any(_collisions(each, stride) for each in reversed(places)):
+            return stride
+    best, fewest = 1, [size + 1]
+    for stride in (*range(1, min(size, STRIDES_TRIED_MAX + 1)), *(b for b in blocks if b < size)):
         if own[0] == own[stride] and fewest[0] == 0:
             continue
-        same_node = _collisions(own, stride)
-        collisions = (same_node, _collisions(rack, stride) if racks else same_node)
+        collisions = [_collisions(each, stride) for each in places]
         if collisions < fewest:
             best, fewest = stride, collisions
-        if collisions == (0, 0):
-            break
     return best
 
 

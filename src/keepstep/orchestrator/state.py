@@ -398,6 +398,8 @@ class Job:
     """Above those of an earlier run of this job."""
     published_step: int = -1
     published_path: str = ""
+    contaminated: tuple[int, ...] = ()
+    """First and last of the steps in which a rank with corrupt state took part; empty: none."""
     finished: dict[Rank, int] = field(default_factory=dict)
     missing: dict[Rank, float] = field(default_factory=dict)
     """Seats that a reconnected agent did not list; believed dead at the moment given."""
@@ -413,7 +415,7 @@ class Job:
     stalls_at: float = -1.0
     deaths: dict[Rank, Death] = field(default_factory=dict)
     exception: Cause | None = None
-    """The last exception that user code raised."""
+    """The last end that may be the program's own: user code raised, or ran out of memory."""
     observed: dict[str, float] = field(default_factory=dict)
     """In mode observe: what was told of and not acted upon, and when it was last seen."""
     detail: str = ""

@@ -107,6 +107,7 @@ def job_view(cluster: Cluster, job: Job, now: float) -> dict[str, Any]:
         "exit_code": job.exit_code,
         "detail": job.detail,
         "published": {"step": job.published_step, "path": job.published_path},
+        "contaminated": list(job.contaminated),
         "spares": {
             "wanted": spec.spares,
             "ready": sum(1 for standby in job.standbys.values() if standby.ready),

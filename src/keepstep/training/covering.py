@@ -164,8 +164,14 @@ class Covering:
             return
         if self._sizes is not None:
             exchange.send(step, *self._record(self._sizes, step, updates=updates))
-        if self._ward is not None:
-            self._ward.keeping.take(exchange)
+        if (ward := self._ward) is not None:
+            covered = ward.keeping.newest >= 0
+            ward.keeping.take(exchange)
+            if covered and ward.keeping.newest < 0:
+                # Nobody stops for it; but whoever asks shall hear that a second home is missing.
+                text = f"rank {ward.rank} could not write step {step} ahead"
+                name = portion.name_of([ward.rank])
+                self._keeper.report_broken(self._keeper.generation, text, cover=name)
         exchange.flush()
 
     def _record(self, room: Sizes, step: int, *, updates: bool) -> list[bytes | memoryview]:
@@ -195,15 +201,15 @@ class Covering:
         # A hole in the log is better than no step: the mirror then says that it covers no more.
         return parts if sum(map(len, parts)) <= room.record_bytes else []
 
-    def spoilt(self, step: int, *, look: bool) -> tuple[str, str]:
+    def spoilt(self, eighths: tuple[int, ...]) -> tuple[str, str]:
         """A portion whose cover here is wrong, and how; empty: none. It is kept no longer then.
 
-        Not `look`: only what was stumbled over.
+        No `eighths` to look at: only what was stumbled over.
         """
         ward = self._ward
         found = ""
         if ward is not None:
-            found = patrol.spoilt(ward.keeping, step) if look else ward.keeping.spoilt
+            found = patrol.spoilt(ward.keeping, eighths) if eighths else ward.keeping.spoilt
         if ward is None or not found:
             return "", ""
         # Its row in the next generation says that it has nothing: so its owner sends all.
@@ -304,17 +310,19 @@ def make_again(keeper: Keeper, name: str, pieces: Iterable[memoryview]) -> None:
     registry.drop_gradients()
     registry.load_hidden(replay.load_capsule(next(left), conform)["hidden"])
     parameters = [parameter for _, parameter in registry.optimized(name)]
+    shard = replay.Shard(registry.optimizers.values(), parameters)
+    tensors = registry.kept(name)
     for raw in left:
         keeper.reach("replay")
         record = read_record(raw)
         step = int(record.meta["step"])
-        if slice_digest(registry.kept(name), step) != record.meta["slice"]:
+        if slice_digest(tensors, step) != record.meta["slice"]:
             raise Permanent(f"what was made again is not what its owner had before step {step}")
         if record.meta["settings"] is None:
             continue  # A step without an update: the loss scaler skipped it.
-        gradients = replay.gradients_of(record, [local_of(p) for p in parameters])
         registry.load_settings(record.meta["settings"])
-        replay.update(registry.optimizers.values(), parameters, gradients)
+        if shard.update(replay.gradients_of(record, shard.parts)):
+            tensors = registry.kept(name)
 
 
 def _goes_on(boundary: int, mirror: dict[str, Any], owner: dict[str, Any]) -> bool:

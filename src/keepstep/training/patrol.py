@@ -4,23 +4,33 @@ With --check-steps 1 it reads, at each begin of a step, an eighth of what a rebu
 
     step s     of the newest whole capsule the tensors of eighth s mod 8 | records s-8, s-16
 
-so that each byte is compared with its owner's digest every CAPSULE_STEPS steps. A capsule that
-still grows is looked at once it is whole: until then the older one counts. What does not fit is
-kept no longer: all stop at the boundary, and before anybody resumes the owner sends its whole shard
-again, as to a new mirror (covering.py).
+so that each byte is compared with its owner's digest every CAPSULE_STEPS steps. With K > 8 the
+eighths are spread over K steps. A capsule that still grows is looked at once it is whole: until
+then the older one counts. What does not fit is kept no longer: all stop at the boundary, and before
+anybody resumes the owner sends its whole shard again, as to a new mirror (covering.py).
 
 Must never: say that a cover is good because it was not looked at; read all of it in one step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from keepstep.errors import Permanent
 from keepstep.training.cover import Keeping, landed, read_capsule, read_record, views_of
 from keepstep.training.kept import CAPSULE_STEPS, Kept
 
 
-def spoilt(keeping: Keeping, step: int) -> str:
-    """What of a cover is not as its owner wrote it, as far as this step looks; empty: nothing."""
+def due(step: int, every: int) -> tuple[int, ...]:
+    """Which eighths a mirror reads at the begin of this step. Pure."""
+    if every < CAPSULE_STEPS:
+        return (step % CAPSULE_STEPS,) if every else ()
+    turn = step % every
+    return tuple(e for e in range(CAPSULE_STEPS) if e * every // CAPSULE_STEPS == turn)
+
+
+def spoilt(keeping: Keeping, eighths: Collection[int]) -> str:
+    """What of these eighths of a cover is not as its owner wrote it; empty: nothing."""
     kept = keeping.kept
     if kept is None:
         return keeping.spoilt
@@ -29,11 +39,12 @@ def spoilt(keeping: Keeping, step: int) -> str:
         # A flip in the file's own few numbers: something is not found that is there.
         return f"it should lead to boundary {keeping.newest}, and does not"
     try:
-        _look_at_capsule(kept, step % CAPSULE_STEPS)
+        for eighth in eighths:
+            _look_at_capsule(kept, eighth)
     except Permanent as error:
         return f"boundary {reach[0]}: {error}"
     for number in range(reach[0], reach[1]):
-        if number % CAPSULE_STEPS == step % CAPSULE_STEPS:
+        if number % CAPSULE_STEPS in eighths:
             try:
                 _look_at_record(kept, number)
             except Permanent as error:

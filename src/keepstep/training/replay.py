@@ -9,7 +9,9 @@ what its owner said it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,25 @@ import torch
 from keepstep.errors import Permanent
 from keepstep.training import zero
 from keepstep.training.cover import Record, landed, read_capsule, views_of
-from keepstep.training.holders import is_distributed
+from keepstep.training.holders import is_distributed, local_of
+
+_State = dict[torch.Tensor, dict[str, Any]]
+BY_ELEMENT = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Optimizers that treat each element by itself: a part is updated as the whole would be."""
 
 
 def load_capsule(
@@ -52,31 +72,110 @@ def _shaped(raw: torch.Tensor, dtype: str, like: torch.Tensor) -> torch.Tensor:
     return raw.clone().view(getattr(torch, dtype.removeprefix("torch."))).reshape(like.shape)
 
 
-def update(
-    optimizers: Iterable[torch.optim.Optimizer],
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None],
-) -> None:
-    """One step of every optimizer, with these gradients of the local parameters.
+class Shard:
+    """The parameters of one portion and their optimizers, in the parts that this rank holds.
 
-    No other parameter may have a gradient: its optimizer would update it as well.
+    Operations on a DTensor cost many times the arithmetic of a small shard, in every step that is
+    made again while all wait. On its local part the same kernels run.
     """
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = None if gradient is None else _like(parameter, gradient)
-    for optimizer in optimizers:
-        plain_step(optimizer)
-    for parameter in parameters:
-        parameter.grad = None
+
+    def __init__(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self._parameters, given = list(parameters), list(optimizers)
+        self.parts = [local_of(parameter) for parameter in parameters]
+        alone = all(type(zero.inside(optimizer)) in BY_ELEMENT for optimizer in given)
+        self._cut = {
+            parameter: part
+            for parameter, part in zip(parameters, self.parts, strict=True)
+            if alone and is_distributed(parameter)
+        }
+        self._whole = {part: parameter for parameter, part in self._cut.items()}
+        self._optimizers = [(optimizer, self._parts_of(optimizer)) for optimizer in given]
+        self._known = {
+            id(value)
+            for _, state in self._optimizers
+            for entries in state.values()
+            for value in entries.values()
+        }
+
+    def update(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """One step of every optimizer, with these gradients. False: no new state came to be.
+
+        No other parameter may have a gradient: its optimizer would update it as well.
+        """
+        pairs = [
+            (parameter, part) if parameter in self._cut else (parameter, parameter)
+            for parameter, part in zip(self._parameters, self.parts, strict=True)
+        ]
+        for (parameter, stepped), gradient in zip(pairs, gradients, strict=True):
+            if gradient is not None and is_distributed(stepped):
+                gradient = _like(parameter, gradient)
+            stepped.grad = gradient
+        made = not self._cut
+        for optimizer, state in self._optimizers:
+            with self._in_parts(zero.inside(optimizer), state):
+                plain_step(optimizer)
+            made |= self._hand_back(zero.inside(optimizer), state)
+        for _, stepped in pairs:
+            stepped.grad = None
+        return made
+
+    def _parts_of(self, optimizer: torch.optim.Optimizer) -> _State:
+        found: _State = defaultdict(dict)
+        for parameter, entries in zero.inside(optimizer).state.items():
+            found[self._cut.get(parameter, parameter)] = {
+                key: local_of(value) if isinstance(value, torch.Tensor) else value
+                for key, value in entries.items()
+            }
+        return found
+
+    @contextlib.contextmanager
+    def _in_parts(self, optimizer: Any, state: _State) -> Iterator[None]:
+        """Meanwhile the optimizer knows nothing but local parts."""
+        if not self._cut:
+            yield
+            return
+        whole, before = optimizer.state, [dict(group) for group in optimizer.param_groups]
+        optimizer.state = state
+        for group in optimizer.param_groups:
+            cut = any(parameter in self._cut for parameter in group["params"])
+            if cut and group.get("foreach", False) is None:
+                # What torch decides for a DTensor. For a plain tensor it might decide otherwise.
+                group["foreach"] = False
+            group["params"] = [self._cut.get(p, p) for p in group["params"]]
+        try:
+            yield
+        finally:
+            optimizer.state = whole
+            for group, then in zip(optimizer.param_groups, before, strict=True):
+                group.update({k: then[k] for k in ("params", "foreach") if k in then})
+
+    def _hand_back(self, optimizer: torch.optim.Optimizer, state: _State) -> bool:
+        """What a step did not change in place, to where everybody looks for it."""
+        made = False
+        for part, entries in state.items() if self._cut else ():
+            parameter = self._whole.get(part, part)
+            for key, value in entries.items():
+                tensor = isinstance(value, torch.Tensor)
+                if tensor and id(value) in self._known:
+                    continue
+                cut = tensor and part in self._whole and value.shape == part.shape
+                optimizer.state[parameter][key] = _like(parameter, value) if cut else value
+                if tensor:
+                    self._known.add(id(value))
+                    made = True
+        return made
 
 
-def _like(parameter: Any, gradient: torch.Tensor) -> torch.Tensor:
-    """Of a DTensor the gradient is one too, cut in the same way."""
-    if not is_distributed(parameter):
-        return gradient
+def _like(parameter: Any, part: torch.Tensor) -> torch.Tensor:
+    """A DTensor that is cut as the parameter is."""
     from torch.distributed.tensor import DTensor
 
     made: torch.Tensor = DTensor.from_local(
-        gradient,
+        part,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from keepstep.training import patrol
 from keepstep.training.digest import digest
 from keepstep.training.registry import Registry
 from keepstep.training.side import exchange_rows
@@ -47,9 +48,9 @@ class Rest:
             if changed := self.changed(keeper.registry):
                 return _tell(keeper, f"{listed(changed)} changed between two steps", torn=True)
         if keeper.covering is not None:
-            name, text = keeper.covering.spoilt(step, look=self.every == 1)
-            if name:
-                return _tell(keeper, text, cover=name)
+            name, text = keeper.covering.spoilt(patrol.due(step, self.every))
+            if name and _tell(keeper, text, cover=name):
+                return True
         # At every begin of such a step, a second one after a fault too: a replacement comes here
         # for the first time, and all ranks have to.
         if self.every < 2 or step % self.every:

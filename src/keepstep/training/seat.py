@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep import codec, wire
-from keepstep.model import Endpoint, Generation, JobId, Mode
+from keepstep.model import CHECK_STEPS, Endpoint, Generation, JobId, Mode
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
         mirror_stride=int(env.get("KEEPSTEP_MIRROR_STRIDE", "0")),
         state_directory=Path(state) if state else None,
         resume_from=env.get("KEEPSTEP_RESUME_FROM", ""),
-        check_steps=int(env.get("KEEPSTEP_CHECK_STEPS") or 0),
+        check_steps=int(env.get(CHECK_STEPS) or 0),
         observed=env.get("KEEPSTEP_MODE", "") == Mode.OBSERVE,
         encrypt=env.get("KEEPSTEP_ENCRYPT", "") == "1",
         home=codec.from_plain(wire.Home, codec.loads(home)) if home else None,

@@ -32,7 +32,7 @@ from keepstep.training.holders import held_by, is_cut
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, WarmLoader, warm_up
 from keepstep.training.registry import Registry
-from keepstep.training.reset import forget_meshes
+from keepstep.training.reset import ddp_modules, forget_meshes
 from keepstep.training.saves import Save, complete
 from keepstep.training.seat import Place, Seat, read_place
 from keepstep.training.seeded import seeded
@@ -384,7 +384,7 @@ class Session:
             self._rehearsing = False
         self._rehearsed = True
 
-    def rehearse_ahead(self) -> None:
+    def rehearse_ahead(self, times: int = REHEARSALS) -> None:
         """A level-2 standby's rehearsal, with the step that build() returned."""
         self._warm = warm_up(self.loader)
         if self._rehearse_step is None or self.loader is None:
@@ -392,7 +392,7 @@ class Session:
         batches = Cursor(self.loader, 1, getattr(self._rehearse_step, "accumulate", 1)).rehearsal()
         self._rehearsing = True
         try:
-            for _ in range(REHEARSALS):
+            for _ in range(times):
                 self._rehearse_step(batches)
         finally:
             self._rehearsing = False
@@ -505,5 +505,9 @@ def _build_again(seated: Place, groups: Groups, build: Callable[[Seat], dict[str
     made = _call_build(build, seated)
     # Registered before anything runs: DDP over a mesh hides parameters in its first forward pass.
     session_ = Session(made, Keeper(seated, groups))
-    session_.rehearse_ahead()
+    # Kernels and memory are warm since the first build. What FSDP2 makes at its first step, it
+    # makes once; only DDP needs more of them.
+    modules = [part for part in made.values() if isinstance(part, torch.nn.Module)]
+    settles = any(ddp_modules(module) for module in modules)
+    session_.rehearse_ahead(REHEARSALS if settles else 1)
     return session_

@@ -1,4 +1,4 @@
-"""steps.jsonl: one line per committed step, and nothing else.
+"""steps.jsonl: one line per committed step, and one where a fallback went back to an earlier one.
 
 Only rank 0 writes, but every rank remembers its last few records: whoever takes rank 0's seat
 writes the lines that its predecessor did not get to, and reads the file's tail so that no line is

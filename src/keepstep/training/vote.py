@@ -42,12 +42,11 @@ def cast(keeper: Keeper, *, updates: bool) -> None:
 
 
 def _vote(keeper: Keeper) -> None:
-    if sabotage.off("vote"):
-        return
     keeper.reach("vote")
     keeper.page.count_vote()
     try:
-        side_barrier(keeper.groups)
+        if not sabotage.off("vote"):
+            side_barrier(keeper.groups)
     except RuntimeError as error:
         if not keeper.is_fault(error):
             raise
