@@ -1,10 +1,12 @@
 """Many agents in one process, each with a connection of its own: the load for bench.agents.
 
-    python -m bench.agents_load --endpoints http://127.0.0.1:4000 --agents 12500 --token-file FILE
+    python -m bench.agents_load --endpoints https://127.0.0.1:4000,https://127.0.0.1:4001
+        --agents 12500 --token-file FILE --certificates DIRECTORY
 
-They speak the agents' protocol, send heartbeats at the pace that the orchestrator asks for, and
-carry out orders as far as an orchestrator can tell: workers start, unwind, verify and resume within
-milliseconds, and every report has the size of a real one. Nothing is trained.
+Each shows the certificate of its own node. They speak the agents' protocol, send heartbeats at the
+pace that the orchestrator asks for, and carry out orders as far as an orchestrator can tell:
+workers start, unwind, verify and resume within milliseconds, and every report has the size of a
+real one. Nothing is trained.
 
 Commands come by standard input, one JSON object per line; news leave by standard output likewise:
 
@@ -22,6 +24,7 @@ import asyncio
 import json
 import random
 import resource
+import ssl
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +33,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from keepstep import portion, wire
+from keepstep import portion, tls, wire
 from keepstep.model import Generation, JobId, NodeId, Phase, Rank, Seat, Sign, Term
 
 SLOTS = 8
@@ -219,13 +222,25 @@ class Fleet:
         self.connected: set[int] = set()
         self.jobs: dict[JobId, JobStory] = {}
         self.beat_seconds = 0.5
+        self.fences = 0
+        """Ranks that we were told to end."""
         self.late_seconds = 0.0
         """The worst delay of our own loop: what we measure is not better than that."""
         self._connect = connect
+        self._certificates = Path(asked.certificates)
         self._decoded: dict[bytes, wire.Message] = {}
 
     async def connect(self, connection: Connection, url: str) -> None:
-        await self._connect(connection, url)
+        await self._connect(connection, url, self._secured(connection.agent.node))
+
+    def _secured(self, node: NodeId) -> ssl.SSLContext:
+        """Made for each connection: kept, 12,500 of them would fill the memory."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        there = self._certificates
+        context.load_verify_locations(there / tls.AUTHORITY)
+        context.load_cert_chain(there / f"{node}.crt", there / tls.KEY)
+        return context
 
     def here(self, agent: FakeAgent) -> None:
         self.connected.add(agent.number)
@@ -323,6 +338,7 @@ class Fleet:
             case wire.Fence(seats=seats):
                 for seat in seats:
                     if seat.node == agent.node:
+                        self.fences += 1
                         agent.workers.pop((order.job, seat.rank), None)
                 agent.changed()
             case _:
@@ -373,6 +389,7 @@ class Fleet:
         tell(
             event="counted",
             connected=len(self.connected),
+            fences=self.fences,
             processor=times.ru_utime + times.ru_stime,
             late_seconds=self.late_seconds,
             beat_seconds=self.beat_seconds,
@@ -424,10 +441,12 @@ def tell(**facts: object) -> None:
 async def serve(asked: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
 
-    async def connect(connection: Connection, url: str) -> None:
+    async def connect(connection: Connection, url: str, secure: ssl.SSLContext) -> None:
         place = urlsplit(url)
-        assert place.port is not None, "the endpoints are http://HOST:PORT"
-        await loop.create_connection(lambda: connection, place.hostname, place.port)
+        assert place.port is not None, "the endpoints are https://HOST:PORT"
+        await loop.create_connection(
+            lambda: connection, place.hostname, place.port, ssl=secure, ssl_shutdown_timeout=1.0
+        )
 
     fleet = Fleet(asked, connect)
     tasks = [asyncio.create_task(agent.stay_connected()) for agent in fleet.agents]
@@ -444,9 +463,11 @@ def main() -> int:
     parser.add_argument("--endpoints", required=True, metavar="URL,URL")
     parser.add_argument("--agents", type=int, required=True)
     parser.add_argument("--token-file", required=True, metavar="FILE")
+    parser.add_argument("--certificates", required=True, metavar="DIRECTORY")
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     random.seed(asked.seed)
+    tls.small_buffers()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, asked.agents + 200), hard))
     asyncio.run(serve(asked))

@@ -40,6 +40,8 @@ JOB = JobId("train")
 NODES = 64
 BATCH = 5000
 SECONDS_MAX = 60.0
+TAKEOVER_SECONDS_MAX = 3.0
+"""At the 95th percentile: what is promised."""
 NODES_NEVER = 100_000
 
 
@@ -226,8 +228,13 @@ def main() -> int:
     result = run(asked.entries, asked.kills, asked.seed)
     if not asked.no_record:
         print(record.keep("failover", result))
-    print(f"takeover p50 {result['p50']:.2f} s p95 {result['p95']:.2f} s max {result['max']:.2f} s")
-    return 0
+    holds = result["p95"] <= TAKEOVER_SECONDS_MAX
+    print(
+        f"{asked.entries} entries, {asked.kills} kills: takeover p50 {result['p50']:.2f} s "
+        f"p95 {result['p95']:.2f} s max {result['max']:.2f} s: "
+        f"{'holds' if holds else 'does not hold'} (p95 at most {TAKEOVER_SECONDS_MAX:g} s)"
+    )
+    return 0 if holds else 1
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 
 from keepstep import wire
 from keepstep.cli.client import Client
-from keepstep.model import JobId, JobSpec, NodeId
+from keepstep.model import JobId, JobSpec, NodeId, Phase, Sign
 from keepstep.orchestrator import tokens
 from keepstep.orchestrator.tokens import Role
 
@@ -52,9 +52,12 @@ class Found:
 
     statuses: dict[str, Counter[str]] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
+    asked: dict[str, Counter[str]] = field(default_factory=dict)
+    """By operation and caller."""
 
-    def note(self, caller: str, status: int) -> None:
+    def note(self, caller: str, operation: str, status: int) -> None:
         self.statuses.setdefault(caller, Counter())[str(status)] += 1
+        self.asked.setdefault(operation, Counter())[caller] += 1
 
     def fail(self, why: str, **facts: object) -> None:
         if len(self.failures) < FAILURES_MAX:
@@ -116,9 +119,14 @@ class Target:
             JobSpec(JobId(MARKER), f"{MARKER}.py", (MARKER,), environment=secret, priority=3)
         )
         Client(self.url, self.callers["operator"]).submit(JobSpec(JobId(MINE), "mine.py"))
+        deadline = time.monotonic() + SECONDS_MAX
+        while not Client(self.url, OWN).cluster()["incidents"]:
+            assert time.monotonic() < deadline, "the other project has no incident"
+            time.sleep(0.02)
 
     def _be_agent(self, node: str) -> None:
-        """A node that says hello and lives, and does what it is told by doing nothing."""
+        """A node that says hello and lives. Its ranks start; the other project's die at once."""
+        decoder = wire.Decoder()
         with socket.create_connection(("127.0.0.1", self.port), SECONDS_MAX) as stream:
             stream.sendall(b"POST /v1/agent HTTP/1.1\r\nUpgrade: keepstep-stream\r\n\r\n")
             hello = wire.Hello(NodeId(node), "127.0.0.1", 4, 1, 2, f"boot-{node}", token=OWN)
@@ -128,7 +136,9 @@ class Target:
                 while not self._stop.is_set():
                     stream.sendall(wire.encode(wire.Heartbeat(NodeId(node))))
                     with contextlib.suppress(TimeoutError):
-                        stream.recv(1 << 20)
+                        for message in decoder.feed(stream.recv(1 << 20)):
+                            for answer in _answers(NodeId(node), message):
+                                stream.sendall(wire.encode(answer))
                     self._stop.wait(0.25)
 
     @property
@@ -150,6 +160,19 @@ class Target:
         return [event for event in found if event["kind"] in ASKED]
 
 
+def _answers(node: NodeId, message: wire.Message) -> Iterator[wire.Message]:
+    """So that there is a job that trains, and one of another project with an incident."""
+    if not isinstance(message, wire.Order) or not isinstance(message.action, wire.StartWorkers):
+        return
+    job, generation = message.job, message.generation
+    for seat in message.action.seats:
+        told = (wire.SeatReport(seat.rank, boundary=1, step=1),)
+        yield wire.PhaseReport(node, job, generation, Phase.RESUME, told)
+        if job == MARKER:
+            facts = (seat.rank, seat.incarnation, generation, 1, -9, f"{MARKER} is gone")
+            yield wire.Observed(node, job, Sign.EXIT, *facts)
+
+
 def attack(directory: Path, *, examples: int, seed: int) -> dict[str, Any]:
     """Every operation, by every caller; what became of it."""
     found, target = Found(), Target(directory)
@@ -160,6 +183,10 @@ def attack(directory: Path, *, examples: int, seed: int) -> dict[str, Any]:
             for operation, strategy in strategies():
                 _ask(target, found, (caller, token), operation, strategy, examples, seed)
             _listen(target, found, caller, token)
+        for operation, _ in strategies():
+            for caller in target.callers:
+                if not found.asked.get(_named(operation), Counter())[caller]:
+                    found.fail("never asked", caller=caller, operation=_named(operation))
         _check_effects(target, found)
         health = Client(target.url, OWN).health()
         if (health["status"], health["term"]) != ("leading", 1):
@@ -177,7 +204,13 @@ def attack(directory: Path, *, examples: int, seed: int) -> dict[str, Any]:
         found.fail("the orchestrator did not end in good order", code=code)
     statuses = {caller: dict(sorted(known.items())) for caller, known in found.statuses.items()}
     requests = sum(sum(known.values()) for known in statuses.values())
-    return {"requests": requests, "statuses": statuses, "failures": found.failures}
+    asked = {operation: dict(known) for operation, known in sorted(found.asked.items())}
+    return {
+        "requests": requests,
+        "statuses": statuses,
+        "asked": asked,
+        "failures": found.failures,
+    }
 
 
 def strategies() -> Iterator[tuple[dict[str, Any], Any]]:
@@ -229,7 +262,7 @@ def _ask(
     )
     @hypothesis.given(case=strategy)
     def each(case: Any) -> None:
-        facts = {"caller": caller, "operation": f"{operation['method']} {operation['path']}"}
+        facts: dict[str, Any] = {"caller": caller, "operation": _named(operation)}
         # What it made up for the header is not what is asked here.
         case.headers = {
             k: v for k, v in (case.headers or {}).items() if k.lower() != "authorization"
@@ -239,10 +272,10 @@ def _ask(
         except requests.exceptions.InvalidHeader:
             return
         except requests.exceptions.RequestException as error:
-            found.note(caller, 0)
+            found.note(caller, facts["operation"], 0)
             found.fail("no whole answer", error=error, case=_told(case), **facts)
             return
-        found.note(caller, answer.status_code)
+        found.note(caller, facts["operation"], answer.status_code)
         facts |= {"status": answer.status_code, "case": _told(case)}
         if answer.status_code >= 500:
             found.fail("a server error", answer=answer.text, **facts)
@@ -260,6 +293,10 @@ def _ask(
 
     with contextlib.suppress(HypothesisException):
         each()
+
+
+def _named(operation: dict[str, Any]) -> str:
+    return f"{operation['method']} {operation['path']}"
 
 
 def _told(case: Any) -> str:
@@ -284,7 +321,7 @@ def _listen(target: Target, found: Found, caller: str, token: str) -> None:
             continue
         finally:
             connection.close()
-        found.note(caller, answer.status)
+        found.note(caller, "GET /v1/events", answer.status)
         allowed = {"viewer": 200, "operator": 200, "admin": 200, "webhook": 403}.get(caller, 401)
         if answer.status != allowed or (answer.status == 200 and b": connected" not in said):
             found.fail("a wrong answer", status=answer.status, caller=caller, after=after)

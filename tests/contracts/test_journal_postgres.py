@@ -160,6 +160,26 @@ def test_a_lease_that_ended_and_that_nobody_took_still_serves(place: Place):
     assert journal.append(now.term, now.head, [entry("one")]).seq == 1
 
 
+def test_a_large_snapshot_is_given_the_time_to_be_sent(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    leader, other = place.journal(lease_seconds=2.0), place.journal("two")
+    standing = leader.begin_term()
+    seen: list[float] = []
+    real = journal_postgres.grow_by_snapshot
+
+    def on_its_way(*given: Any) -> Any:
+        seen.append(other.look().lease_seconds_left)
+        return real(*given)
+
+    monkeypatch.setattr(journal_postgres, "grow_by_snapshot", on_its_way)
+    for size, most in ((1, 2.0), (10**6, 12.0)):
+        monkeypatch.setattr(journal_postgres, "SNAPSHOT_BYTES_PER_SECOND", 1e5)
+        standing = leader.snapshot(standing.term, standing.head, {"x": "y" * size}, 0)
+        assert most - 1.5 < seen.pop() <= most + 0.1
+        assert 0.5 < other.look().lease_seconds_left <= 2.0, "back to what it was"
+
+
 def test_every_write_makes_the_lease_longer_and_an_empty_one_does_only_that(place: Place):
     journal = place.journal()
     now = journal.begin_term()

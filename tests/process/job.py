@@ -109,11 +109,15 @@ class SmallJob:
             time.sleep(0.005)
         raise TimeoutError(f"rank {rank} did not come to step {step}")
 
-    def progress(self, rank: int) -> Progress | None:
+    def page(self, rank: int) -> Page:
+        """What a rank writes of itself, whoever is there to be asked."""
         seat = self.view()["seats"][rank]
         room = self.cluster.room(seat["node"]) / "job"
+        return Page(room / f"seat-{rank}-{seat['incarnation']}.page")
+
+    def progress(self, rank: int) -> Progress | None:
         try:
-            return Page(room / f"seat-{rank}-{seat['incarnation']}.page").read()
+            return self.page(rank).read()
         except OSError:
             return None
 

@@ -8,11 +8,13 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from keepstep.cli.client import Client
-from keepstep.cli.cluster import JOURNAL, ClusterPlan, Further, LocalCluster, NodePlan
+from keepstep.cli import certs
+from keepstep.cli.client import TLS_DIRECTORY, Client
+from keepstep.cli.cluster import JOURNAL, TLS, ClusterPlan, Further, LocalCluster, NodePlan
 from keepstep.orchestrator.journal import verify
 from keepstep.orchestrator.journal_postgres import PostgresJournal
 from tests.postgres import PostgresServer
@@ -26,7 +28,7 @@ SCRIPT = loop(PLAIN_BODY, steps=STEPS)
 
 
 class TwoLeaders(SmallJob):
-    """A small job under two orchestrators."""
+    """A small job under two orchestrators, with certificates all around."""
 
     def __init__(self, directory: Path, url: str) -> None:
         super().__init__(
@@ -38,7 +40,14 @@ class TwoLeaders(SmallJob):
         )
         self.points = directory / "points"
         self.points.mkdir()
-        environment = {JOURNAL: url, "KEEPSTEP_FAILPOINTS": str(self.points)}
+        self.pki = directory / "pki"
+        certs.make(self.pki, hosts=["127.0.0.1"], nodes=["n0"], operators=["test"])
+        environment = {
+            JOURNAL: url,
+            "KEEPSTEP_FAILPOINTS": str(self.points),
+            TLS: str(self.pki / "orchestrator"),
+            "KEEPSTEP_AGENT_TLS_DIRECTORY": str(self.pki / "node-n0"),
+        }
         plan = ClusterPlan(followers=(Further(),), environment=environment)
         self.cluster = LocalCluster(directory / "run", [NodePlan("n0", slots=4)], plan)
 
@@ -79,16 +88,17 @@ def until(holds: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
-def health(job: TwoLeaders, name: str) -> dict[str, object]:
+def health(job: TwoLeaders, name: str) -> dict[str, Any]:
     url = job.cluster.client.urls[job.cluster.orchestrators.index(name)]
-    found: dict[str, object] = Client(url, "").health()
+    found: dict[str, Any] = Client(url, "").health()
     return found
 
 
-def test_leaders_are_killed_stopped_and_cut_off_and_the_job_ends_bit_for_bit(
-    tmp_path: Path, postgres: PostgresServer
+def test_leaders_are_killed_stopped_and_lose_their_database_and_the_job_ends_bit_for_bit(
+    tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = postgres.database()
+    monkeypatch.setenv(TLS_DIRECTORY, str(tmp_path / "pki" / "operator-test"))
     with TwoLeaders(tmp_path, url) as job:
         job.wait_ready(2)
         first = job.leader()
@@ -107,12 +117,17 @@ def test_leaders_are_killed_stopped_and_cut_off_and_the_job_ends_bit_for_bit(
         until(lambda: health(job, stopped)["status"] == "following", "the woken one to follow")
 
         job.wait(lambda view: view["spares"]["ready"] >= 1, "a spare")
+        survivor, victim = job.page(0), job.page(1)
+        assert health(job, job.leader())["leader"].startswith("https://")
         postgres.stop()
         try:
-            before = job.progress(0)
-            job.kill(1)
-            time.sleep(4.0)
-            assert before is not None
+            before = survivor.read().step
+            until(lambda: survivor.read().step > before + 5, "steps that nobody decides about")
+            os.kill(victim.read().pid, signal.SIGKILL)
+            time.sleep(4.0)  # The outage, with a fault in it.
+            held = survivor.read().committed
+            time.sleep(0.5)
+            assert survivor.read().committed == held, "it waits at its boundary"
         finally:
             postgres.start()
         job.recovers(3)

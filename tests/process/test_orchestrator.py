@@ -304,10 +304,9 @@ def ask(one: Process, path: str, body: object, key: str = "") -> tuple[int, dict
     return answer.status, plain
 
 
-def test_a_move_is_asked_for_once_however_often_the_request_comes(one: Process):
-    agents = [FakeAgent(one.port, node) for node in ("n0", "n1", "n2")]
-    one.client.submit(spec(nodes=2))
-    for rank, agent in enumerate(agents[:2]):
+def until_running(one: Process, agents: list[FakeAgent]) -> None:
+    """Each starts its rank, and says that it trains."""
+    for rank, agent in enumerate(agents):
         order = agent.until(wire.StartWorkers)
         assert isinstance(order, wire.Order)
         seat = wire.SeatReport(Rank(rank), boundary=1, step=0)
@@ -316,6 +315,12 @@ def test_a_move_is_asked_for_once_however_often_the_request_comes(one: Process):
     while one.client.job(JOB)["state"] != "running":
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_move_is_asked_for_once_however_often_the_request_comes(one: Process):
+    agents = [FakeAgent(one.port, node) for node in ("n0", "n1", "n2")]
+    one.client.submit(spec(nodes=2))
+    until_running(one, agents[:2])
     path, body = f"/v1/jobs/{JOB}/migrate", {"ranks": [1]}
     status, would = ask(one, path, {**body, "dry_run": True})
     assert (status, would["changed"], would["dry_run"]) == (200, True, True)
@@ -681,20 +686,27 @@ def late_seconds(process: Process) -> float:
     return sum(float(json.loads(facts)["seconds"]) for facts in told if facts)
 
 
-def test_a_frozen_orchestrator_suspects_itself_first(one: Process):
-    agent = FakeAgent(one.port, "n0")
-    agent.until(wire.Pulse)
+def test_an_orchestrator_that_was_stopped_for_20_s_fences_nobody(one: Process):
+    agents = [FakeAgent(one.port, f"n{i}") for i in range(6)]
+    one.client.submit(spec(nodes=5, spares=0))
+    until_running(one, agents[:5])
     assert one.process is not None
     one.process.send_signal(signal.SIGSTOP)
-    time.sleep(4.5)  # Longer than a node may be silent: this is the fault itself.
+    time.sleep(20.0)  # Much longer than a node may be silent: this is the fault itself.
     one.process.send_signal(signal.SIGCONT)
-    agent.until(wire.Pulse)
-    agent.beat()
-    for _ in range(4):
-        agent.until(wire.Pulse)
-        agent.beat()
-    assert one.client.cluster()["connected"] == ["n0"]
-    agent.close()
+    heard = []
+    end = time.monotonic() + 8.0
+    while time.monotonic() < end:
+        for agent in agents:
+            heard.append(agent.read())
+            agent.beat()
+    actions = {type(m.action) for m in heard if isinstance(m, wire.Order)}
+    assert not actions & {wire.Fence, wire.Quiesce, wire.Stop}
+    picture = one.client.cluster()
+    assert picture["connected"] == [agent.node for agent in agents]
+    assert picture["jobs"][JOB]["generation"] == 1
+    assert not picture["incidents"]
+    assert "loop.late" in one.log.read_text(encoding="utf-8"), "it was stopped"
 
 
 def test_a_message_that_does_not_fit_ends_the_stream_and_nothing_else(one: Process):

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from keepstep import tls, wire
-from keepstep.cli import certs
+from keepstep.cli import certs, doctor
 from keepstep.cli.client import TLS_DIRECTORY, Client, Refusal
 from keepstep.errors import Unreachable
 from keepstep.model import JobId, JobSpec, NodeId
@@ -162,6 +162,15 @@ def test_an_agent_joins_by_its_certificate_and_another_nodes_is_refused(secured:
     assert secured.connected() == ["n1"]
     assert posing.wait(SECONDS_MAX) == 2, "it is told, and ends"
     assert "does not speak for n3" in secured.said("keepstep.agent")
+
+
+def test_the_doctor_looks_at_the_certificate_that_is_shown(secured: Secured, tmp_path: Path):
+    left = doctor.shown(secured.url).expires_at - time.time()
+    assert 89 * 86400 < left <= 90 * 86400 + 60
+    with pytest.MonkeyPatch.context() as patch:
+        certs.make(tmp_path, operators=["bob"])
+        patch.setenv(TLS_DIRECTORY, str(tmp_path / "operator-bob"))
+        assert "cannot be trusted" in doctor.shown(secured.url).problem
 
 
 def test_without_tls_or_from_another_authority_nobody_is_heard(secured: Secured, tmp_path: Path):

@@ -479,10 +479,12 @@ def test_a_taint_of_a_slot_is_for_those_on_the_slot():
         "self_doubt": None,
         "paces": {},
         "agents": {},
+        "control_plane": {"outages": [], "gaps": [{"node": "n1"}, {"node": "n2"}]},
         **{name: [] for name in lists},
     }
-    shown = Sight("a", {"j": "a", "x": "b"}).picture(plain)["taints"]
-    assert [taint["place"] for taint in shown] == ["n1", "n1/0"]
+    shown = Sight("a", {"j": "a", "x": "b"}).picture(plain)
+    assert [taint["place"] for taint in shown["taints"]] == ["n1", "n1/0"]
+    assert shown["control_plane"]["gaps"] == [{"node": "n1"}], "the others are on foreign nodes"
 
 
 BAD_SPECS: list[dict[str, Any]] = [

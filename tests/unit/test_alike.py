@@ -16,6 +16,7 @@ RANKS = 6
 
 def running() -> state.Cluster:
     cluster = state.new_cluster("test")
+    cluster.tree = True
     for i in range(RANKS + 2):
         brain.step(cluster, wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b"), 0.0)
     spec = JobSpec(JOB, "train.py", nodes=RANKS, spares=1)
@@ -87,6 +88,20 @@ def test_a_node_that_is_not_the_root_speaks_for_its_own_ranks_only():
     moving = cluster.jobs[JOB].migration
     assert moving is not None
     assert set(moving.reports) == {1}
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_where_agents_report_each_for_itself_nobody_is_the_root(alike: bool):
+    cluster = running()
+    cluster.tree = False
+    lose_rank(cluster, 3)
+    job = cluster.jobs[JOB]
+    assert job.roster is not None
+    for ranks in [(0, 1, 2, 4, 5)] if alike else [(0,), (1,), (2,), (4,), (5,)]:
+        tell(cluster, Phase.QUIESCE, seat(ranks, 5))
+    assert job.migration is not None
+    there = [job.roster.seats[rank].node for rank in job.migration.reports]
+    assert there == [job.roster.store_node], "certificates name nodes, and a node has its own ranks"
 
 
 @pytest.mark.parametrize("name", ["0-99", "5-2", "nonsense", "-3"])

@@ -179,6 +179,11 @@ def test_ports_are_tried_and_the_closed_one_says_why():
     assert [bool(why) for why in found.values()] == [False, True]
 
 
+def test_that_no_certificate_was_looked_at_is_said_too():
+    (told,) = [f for f in judge(but("certificates", ())) if f.about == "certificate"]
+    assert (told.level, "none was looked at" in told.says) == (Level.OK, True)
+
+
 def test_a_certificate_says_when_it_expires(tmp_path: Path):
     path = tmp_path / "tls.crt"
     made = subprocess.run(

@@ -487,7 +487,8 @@ def test_an_outage_of_five_minutes_is_booked_and_uses_up_no_hold(tmp_path: Path)
     died = wire.Observed(NODE, JOB, Sign.EXIT, Rank(0), 0, job.generation, 5, -9)
     outage(scene, 300.0, Waiting(died, heard_at=died_at))
     (down,) = scene.loop.cluster.outages
-    assert (down.seconds, down.why) == (pytest.approx(300.0), "the database is away")
+    assert (down.seconds, down.why) == (pytest.approx(300.0), "the journal was away")
+    assert "the database is away" not in str(state.to_plain(scene.loop.cluster)), "in our log only"
     (incident,) = [job.incident for job in scene.loop.cluster.jobs.values() if job.incident]
     assert incident.seconds[outages.PART] == pytest.approx(180.0, abs=0.1), "since it died"
     replayed, _ = scene.loop._restore()

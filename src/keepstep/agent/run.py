@@ -87,7 +87,7 @@ class Agent:
         self.forks = Forks(self.room, preload_modules(dict(os.environ)), self.workers.heard_exit)
         self.links = Links(self.room.agent_socket, self._on_link)
         self.peer = Peer(self.room)
-        self.store = Store(self.room, self._on_store_lost)
+        self.store = Store(self.room, self._on_store_replaced)
         secure = secured(config.tls_directory) if config.tls_directory else None
         self.stream = Stream(
             config.orchestrators,
@@ -118,10 +118,9 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: dict[tuple[JobId, Rank], wire.Observed] = {}
         self._publishing: dict[str, wire.Publish] = {}
-        self._store_news: wire.Observed | None = None
         self._ages = Ages()
         self._untold = False
-        """A worker has ended, and nobody was there to be told."""
+        """A worker has ended, or the store is another one, and nobody was there to be told."""
         self._report_timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
@@ -206,8 +205,6 @@ class Agent:
     def _greeting(self) -> list[wire.Message]:
         """All that stands, at each connect: what the last stream may have lost is in it."""
         told: list[wire.Message] = [self._hello()]
-        if self._store_news is not None:
-            told.append(self._store_news)
         news: list[wire.Observed] = []
         for job in self.room.jobs.values():
             news += {ending.rank: ending for ending in job.endings}.values()
@@ -441,12 +438,10 @@ class Agent:
             )
         )
 
-    def _on_store_lost(self, port: int) -> None:
-        self._store_news = wire.Observed(
-            node=self.config.node, job=JobId(""), sign=Sign.STORE_LOST, detail=str(port)
-        )
-        self.stream.send(self._hello())
-        self.stream.send(self._store_news)
+    def _on_store_replaced(self) -> None:
+        """A node tells of its ports in the Hello of a stream, and nowhere else."""
+        self._untold = True
+        self.stream.drop()
 
 
 def _fact(worker: Worker) -> wire.WorkerFact:

@@ -30,9 +30,9 @@ RETRY_SECONDS = 1.0
 class Store:
     """Keeps one store process alive."""
 
-    def __init__(self, room: Room, on_lost: Callable[[int], None]) -> None:
+    def __init__(self, room: Room, on_replaced: Callable[[], None]) -> None:
         self._room = room
-        self._on_lost = on_lost
+        self._on_replaced = on_replaced
         self.ready = asyncio.Event()
 
     @property
@@ -53,7 +53,7 @@ class Store:
                     continue
                 log.info("store.started", pid=record.pid, port=record.port)
                 if had_one:
-                    self._on_lost(record.port)
+                    self._on_replaced()
             elif record.port == 0:
                 # The agent before this one died while the store was starting.
                 record = await self._settled(record)

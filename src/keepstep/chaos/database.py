@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from keepstep.errors import Permanent
 
@@ -117,8 +118,24 @@ class PostgresServer:
         """The URL of a new database."""
         self._databases += 1
         name = f"test_{self._databases}"
-        self._call("createdb", "--host", str(self.directory), "--username", "keepstep", name)
+        self._client("createdb", name)
         return self.url(name)
+
+    def dump(self, url: str) -> Path:
+        """A backup of a database, as an operator makes one."""
+        path = self.directory / f"{_name_in(url)}.dump"
+        self._client("pg_dump", "--format=custom", f"--file={path}", _name_in(url))
+        return path
+
+    def put_back(self, url: str, dump: Path) -> None:
+        """What came after the backup is forgotten. Nobody may be connected."""
+        self._client("dropdb", "--force", _name_in(url))
+        self._client("createdb", _name_in(url))
+        self._client("pg_restore", f"--dbname={_name_in(url)}", str(dump))
+
+    def _client(self, program: str, *arguments: str) -> None:
+        here = ("--host", str(self.directory), "--username", "keepstep")
+        self._call(program, *here, *arguments)
 
     def _processes(self) -> list[int]:
         """The server and its children: one per connection, and some of its own."""
@@ -152,6 +169,10 @@ class PostgresServer:
         )
         if done.returncode != 0:
             raise Permanent(f"{program}: {done.stderr}")
+
+
+def _name_in(url: str) -> str:
+    return urlsplit(url).path.removeprefix("/")
 
 
 def programs() -> Path | None:

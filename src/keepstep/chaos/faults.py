@@ -206,6 +206,8 @@ CATALOGUE: tuple[Cell, ...] = (
     *_cells("leader_killed", ("quiesce", "reform", "resume", RANDOM), _LEADER),
     *_cells("leader_stopped", ("quiesce", "reform", "resume", RANDOM), _LEADER),
     *_cells("leader_cut", ("quiesce", "reform", "resume", RANDOM), _LEADER_CUT),
+    *_cells("leader_without_database", ("reform", RANDOM), _LEADER_CUT),
+    *_cells("leader_without_agents", ("reform", RANDOM), _LEADER_CUT),
     *_cells("database_restarted", ("quiesce", "reform", "resume", RANDOM), _LEADER),
     *_cells("database_frozen", ("quiesce", "reform", "resume", RANDOM), _LEADER),
     *_cells("flip_parameter", (COMPARED,), _FLIP_SHARED),

@@ -202,7 +202,8 @@ def run_month(plan: Plan, *, interval_seconds: float = 0.0) -> Month:
     broken = ""
     try:
         fleet.run()
-    except (Violation, AssertionError) as error:
+    except Exception as error:
+        # Whatever it is, of the world or of the brain: the seed has to be told.
         broken = f"{type(error).__name__}: {error}"
         if not isinstance(error, Violation):
             broken += "\n" + traceback.format_exc(limit=-4)

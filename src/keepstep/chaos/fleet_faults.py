@@ -31,6 +31,7 @@ from keepstep.errors import Deposed
 from keepstep.model import JobId, Rank, Severity, Sign, Term
 from keepstep.orchestrator import events
 from keepstep.orchestrator.liveness import VOUCH_STEPS
+from keepstep.orchestrator.state import place_key
 from keepstep.orchestrator.stepped import Stepped
 from keepstep.wire import Health, Observed, Stalled, StallFact
 
@@ -298,13 +299,13 @@ class Faults(World):
         self.leader.lead(self.now)
         return self.leader
 
-    def _take_over(self, before: Leader) -> None:
+    def _take_over(self, before: Leader, vacant_seconds: float) -> None:
         skew = self.random.uniform(-SKEW_SECONDS_MAX, SKEW_SECONDS_MAX)
         after = Leader(self.journal, self.now, skew, self.decided)
         same_state(before, after)
         self.tally.replayed += after.replayed
         self.leader = after
-        after.lead(self.now)
+        after.lead(self.now, vacant_seconds)
         self._all_come_back()
 
     def _all_come_back(self) -> None:
@@ -330,20 +331,22 @@ class Faults(World):
         before, self.leader = self.leader, None
         assert before is not None
         self._unlink_all()
-        self.later(self.random.uniform(1.0, LEASE_SECONDS), lambda: self._take_over(before))
+        seconds = self.random.uniform(1.0, LEASE_SECONDS)
+        self.later(seconds, lambda: self._take_over(before, seconds))
 
     def _stop_leader(self) -> None:
         """It stands still between a write and its orders. Another one takes over; it wakes."""
         before = self.leader
         assert before is not None
         before.stopped = True
+        seconds = LEASE_SECONDS + 1.0
 
         def over() -> None:
             self.leader = None
             self._unlink_all()
-            self._take_over(before)
+            self._take_over(before, seconds)
 
-        self.later(LEASE_SECONDS + 1.0, over)
+        self.later(seconds, over)
         self.later(20.0, lambda: self._wake(before))
 
     def _wake(self, before: Leader) -> None:
@@ -373,8 +376,7 @@ class Faults(World):
         self.journal.away = False
         if self.leader is not None:
             self.leader.go_on(self.now)
-            # The tick that waited says for how long: budgets stood still.
-            self.feed(events.Tick(seconds))
+            self.feed(events.ControlPlaneBack(seconds, "the journal was away"))
         if lost:
             self._all_come_back()
             wait = RECONNECT_SECONDS + SILENCE_SEEN_SECONDS
@@ -398,12 +400,28 @@ class Faults(World):
             if vouched:
                 self._vouch(machine)
 
+        training = [(m, m.boot) for m in some if m.worker and m.worker[0].stage == "training"]
+
         def hears_again() -> None:
+            if not vouched:
+                self._check_nobody_given_up(training)
             for machine in some:
                 machine.deaf = False
             self._come_back(some)
 
         self.later(self.random.uniform(5.0, 50.0), hears_again)
+
+    def _check_nobody_given_up(self, training: list[tuple[Machine, int]]) -> None:
+        """They were silent with many others, and trained: that is put down to ourselves."""
+        if self.leader is None:
+            return
+        cluster = self.leader.cluster
+        for machine, boot in training:
+            known = cluster.nodes[machine.node]
+            tainted = place_key(machine.node) in cluster.taints
+            same = machine.up and machine.boot == boot and not tainted
+            if same and not known.alive and known.unproven:
+                raise Violation(f"{machine.node} was given up, deaf with many, for its silence")
 
     def _vouch(self, machine: Machine) -> None:
         """Three steps of its job prove its ranks well. Where steps are long, that is too late."""

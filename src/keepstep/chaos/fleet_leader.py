@@ -61,9 +61,11 @@ class Leader:
     def now(self, world_now: float) -> float:
         return world_now + self._offset
 
-    def lead(self, world_now: float) -> None:
-        """From here on it speaks."""
-        self.feed((events.TermBegan(self.term, MIGRATIONS_MAX),), world_now)
+    def lead(self, world_now: float, vacant_seconds: float = 0.0) -> None:
+        """From here on it speaks. For so long nobody did."""
+        seq = self._standing.seq
+        began = events.TermBegan(self.term, MIGRATIONS_MAX, vacant_seconds, seq, tree=True)
+        self.feed((began,), world_now)
 
     def feed(self, happened: Sequence[events.Event], world_now: float) -> None:
         """Step these events, write them together, and let their orders out."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from keepstep import codec
@@ -148,6 +148,8 @@ class Leaders:
             "leader_killed": self._leader_killed,
             "leader_stopped": self._leader_stopped,
             "leader_cut": self._leader_cut,
+            "leader_without_database": self._leader_without_database,
+            "leader_without_agents": self._leader_without_agents,
             "database_restarted": self._database_restarted,
             "database_frozen": self._database_frozen,
         }
@@ -173,12 +175,35 @@ class Leaders:
         assert network is not None, "cuts are not scheduled without namespaces"
 
         def strike(leader: str) -> None:
-            place = f"o{self._cluster.orchestrators.index(leader) + 1}"
+            place = self._place_of(leader)
             network.cut(place)
             # Agents that hear nobody leave after four seconds.
             self._points.returns(place, 2 * RETURN_SECONDS, network.heal)
 
         return self._during_recovery(fault, strike)
+
+    def _leader_without_database(self, fault: Fault) -> Strike:
+        """Agents and the other orchestrator are heard as ever. (And we, who ask, are not.)"""
+        return self._parted(fault, [networks.HUB], leader_lives=False)
+
+    def _leader_without_agents(self, fault: Fault) -> Strike:
+        """Its lease is as good as ever, and nobody hears what it decides."""
+        return self._parted(fault, list(self._cluster.nodes), leader_lives=True)
+
+    def _parted(self, fault: Fault, others: Sequence[str], *, leader_lives: bool) -> Strike:
+        network = self._network
+        assert network is not None, "cuts are not scheduled without namespaces"
+
+        def strike(leader: str) -> None:
+            place = self._place_of(leader)
+            network.part(place, others)
+            heal = lambda _: network.unite(place, others)  # noqa: E731
+            self._points.returns(place, 3 * RETURN_SECONDS, heal)
+
+        return self._during_recovery(fault, strike, leader_lives=leader_lives)
+
+    def _place_of(self, leader: str) -> str:
+        return f"o{self._cluster.orchestrators.index(leader) + 1}"
 
     def _database_restarted(self, fault: Fault) -> Strike:
         return self._during_recovery(

@@ -5,8 +5,9 @@
                 +-- veth -- node n1, 10.77.0.11      cut(n1): its port leaves the bridge
 
 Taking a port off the bridge changes no carrier and answers nothing: to everybody else, and to the
-node itself, the packets are simply gone. Needs root. Names carry our pid, and what an earlier
-campaign left behind when it was killed is swept first.
+node itself, the packets are simply gone. So it is with packets to a station that is not there: a
+node can be parted from some of the others only. Needs root. Names carry our pid, and what an
+earlier campaign left behind when it was killed is swept first.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from pathlib import Path
 from keepstep.errors import ConfigError, Permanent
 
 HUB_ADDRESS = "10.77.0.1"
+HUB = "hub"
 INTERFACE = "eth0"
 """The nodes' side of each pair."""
 _PREFIX = "10.77.0"
 _FIRST_HOST = 10
+_NOBODY = "02:00:00:00:00:01"
+"""A station that is not there."""
 _CLONE_NEWNET = 0x40000000
 _NAMESPACES = Path("/run/netns")
 _OURS = re.compile(r"keepstep-(\d+)-.+")
@@ -46,6 +50,7 @@ class Network:
     """The namespaces of one campaign. Enter it before any thread is started."""
 
     def __init__(self) -> None:
+        self._addresses: dict[str, str] = {}
         if why := available():
             raise ConfigError(f"{why}; run as root, or leave the silent kinds out (--kinds)")
         self._hub = f"keepstep-{os.getpid()}-hub"
@@ -87,7 +92,7 @@ class Network:
         number = len(self._ports)
         address = f"{_PREFIX}.{_FIRST_HOST + number}"
         namespace, port = self._namespace(node), f"p{number}"
-        self._ports[node] = port
+        self._ports[node], self._addresses[node] = port, address
         _ip("netns", "add", namespace)
         _ip("-n", namespace, "link", "set", "lo", "up")
         _ip(
@@ -110,6 +115,20 @@ class Network:
     def heal(self, node: str) -> None:
         """Undo a cut. Safe to repeat."""
         _ip("-n", self._hub, "link", "set", self._ports[node], "master", "br0")
+
+    def part(self, node: str, others: Sequence[str]) -> None:
+        """Whatever a node says to these (HUB: to us) is lost, and nobody tells it so."""
+        for address in self._of(others):
+            known = ("dev", INTERFACE, "lladdr", _NOBODY, "nud", "permanent")
+            _ip("-n", self._namespace(node), "neigh", "replace", address, *known)
+
+    def unite(self, node: str, others: Sequence[str]) -> None:
+        """Undo a parting. Safe to repeat."""
+        for address in self._of(others):
+            _quietly("-n", self._namespace(node), "neigh", "del", address, "dev", INTERFACE)
+
+    def _of(self, nodes: Sequence[str]) -> list[str]:
+        return [HUB_ADDRESS if node == HUB else self._addresses[node] for node in nodes]
 
     def _namespace(self, node: str) -> str:
         return f"keepstep-{os.getpid()}-{node}"

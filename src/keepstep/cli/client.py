@@ -215,7 +215,7 @@ class _Connection:
         self._begin_max = seconds_max if alone else min(seconds_max, BEGIN_SECONDS_MAX)
         where, most = (parts.hostname, parts.port), self._connect_max
         self._connection = (
-            http.client.HTTPSConnection(*where, timeout=most, context=_secured(os.environ))
+            http.client.HTTPSConnection(*where, timeout=most, context=secured(os.environ))
             if parts.scheme == "https"
             else http.client.HTTPConnection(*where, timeout=most)
         )
@@ -261,7 +261,7 @@ class _Connection:
         )
 
 
-def _secured(environ: Mapping[str, str]) -> ssl.SSLContext:
+def secured(environ: Mapping[str, str]) -> ssl.SSLContext:
     if directory := environ.get(TLS_DIRECTORY):
         return tls.client(Path(directory))
     return ssl.create_default_context()

@@ -315,7 +315,7 @@ class LocalCluster:
         command += ["--port-file", str(self._port_file(name))]
         if self.plan.config_file is not None:
             command += ["--config", str(self.plan.config_file)]
-        # All of it is on this machine, and loopback needs no certificates.
+        # All of it is on this machine: loopback needs no certificates, but a plan may have some.
         environment = {TLS: "", **self._environment()}
         if not config.journal_holder:
             # Another run that is given the same database waits; it does not depose this one.
@@ -368,6 +368,7 @@ class LocalCluster:
     def _wait_for_ports(self) -> None:
         """Until all orchestrators listen; then everybody can be told where."""
         deadline = time.monotonic() + self.plan.launcher.ready_seconds_max
+        scheme = "https" if self.plan.environment.get(TLS) else "http"
         urls = []
         for name in self.orchestrators:
             while not self._port_file(name).exists():
@@ -380,7 +381,7 @@ class LocalCluster:
             host = self._place_of(name).listen.rpartition(":")[0]
             if name == ORCHESTRATOR:
                 host = self.plan.advertise or host
-            urls.append(f"http://{host}:{port}")
+            urls.append(f"{scheme}://{host}:{port}")
         self._url = ",".join(urls)
         (self.run_dir / "orchestrator.url").write_text(f"{self._url}\n", encoding="utf-8")
 

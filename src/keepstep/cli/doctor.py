@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from keepstep import __version__, codec
 from keepstep.cli import common_options
-from keepstep.cli.client import Client, Refusal, from_environment
+from keepstep.cli.client import TLS_DIRECTORY, Client, Refusal, from_environment, secured
 from keepstep.cli.findings import Certificate, Facts, Finding, Level, Reached, judge, worst
 from keepstep.cli.fit import HANG
 from keepstep.cli.show import painter, show
@@ -47,7 +48,7 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         type=Path,
         default=[],
         metavar="DIR",
-        help="with tls.crt and ca.crt; may be given several times",
+        help="with tls.crt and ca.crt, besides our own; may be given several times",
     )
     common_options(doctor)
     doctor.add_argument("--json", action="store_const", const="json", dest="output")
@@ -102,11 +103,7 @@ def look(asked: argparse.Namespace) -> Facts:
         endpoints=endpoints,
         refused=refused,
         token_mode=_mode(asked.token_file or os.environ.get("KEEPSTEP_TOKEN_FILE", "")),
-        certificates=tuple(
-            certificate(directory / name)
-            for directory in asked.certificates
-            for name in CERTIFICATES
-        ),
+        certificates=_certificates(asked.certificates, [each.url for each in clients]),
         picture=picture,
         own=own,
         asked_seconds=seconds,
@@ -135,6 +132,29 @@ def _mode(token_file: str) -> int | None:
         return Path(token_file).stat().st_mode & 0o777 if token_file else None
     except OSError:
         return None
+
+
+def _certificates(directories: Sequence[Path], urls: Sequence[str]) -> tuple[Certificate, ...]:
+    """Those in files, this command's own among them, and what the orchestrators show."""
+    own = os.environ.get(TLS_DIRECTORY, "")
+    files = dict.fromkeys([*directories, *([Path(own)] if own else [])])
+    found = [certificate(directory / name) for directory in files for name in CERTIFICATES]
+    return (*found, *(shown(url) for url in urls if url.startswith("https://")))
+
+
+def shown(url: str) -> Certificate:
+    """What an orchestrator shows to who comes: checked as any client checks it."""
+    place = urlsplit(url)
+    host, named = place.hostname or "", f"the one shown by {url}"
+    try:
+        with (
+            socket.create_connection((host, place.port or 443), PORT_SECONDS_MAX) as bare,
+            secured(os.environ).wrap_socket(bare, server_hostname=host) as secure,
+        ):
+            ends = str((secure.getpeercert() or {})["notAfter"])
+            return Certificate(named, ssl.cert_time_to_seconds(ends))
+    except (OSError, KeyError, ValueError, KeepstepError) as error:
+        return Certificate(named, problem=f"cannot be trusted or reached: {error}")
 
 
 def certificate(path: Path) -> Certificate:

@@ -166,6 +166,9 @@ def _token(facts: Facts) -> Iterator[Finding]:
 
 
 def _certificates(facts: Facts) -> Iterator[Finding]:
+    if not facts.certificates:
+        says = "none was looked at: no https:// endpoint, no $KEEPSTEP_TLS_DIRECTORY"
+        yield Finding(Level.OK, "certificate", says, "give --certificates DIR to look at files")
     for certificate in facts.certificates:
         left = certificate.expires_at - facts.now
         renew = "renew it; Keepstep takes the new file without a restart"

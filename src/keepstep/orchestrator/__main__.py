@@ -42,14 +42,16 @@ from keepstep.orchestrator.tokens import Tokens
 
 EXIT_USAGE = 2
 EXIT_DEPOSED = 3
+FILES_BESIDES = 64
+"""Open files that are no connection: the journal, logs, the loop's own."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
-    _allow_many_files()
     try:
         config = load(OrchestratorConfig, asked.config, os.environ)
         logs.configure(asked.log_format or config.log_format)
+        _allow_many_files(config.connections_max)
         token = _token(asked.token_file)
         mapping = asked.alerts or config.alerts_file
         rules = alerts.load(Path(mapping)) if mapping else {}
@@ -234,10 +236,13 @@ def log(event: str, **facts: object) -> None:
     logs.tell("keepstep.orchestrator", logging.INFO, event, line, facts)
 
 
-def _allow_many_files() -> None:
+def _allow_many_files(connections_max: int) -> None:
     """One connection per agent; what a shell allows by default is made for other programs."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < connections_max + FILES_BESIDES:
+        fix = f"raise the hard limit (ulimit -Hn) to {connections_max + FILES_BESIDES}"
+        log("files.few", hard=hard, connections_max=connections_max, fix=fix)
 
 
 def _token(path: Path) -> str:

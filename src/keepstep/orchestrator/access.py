@@ -176,6 +176,10 @@ class Sight:
             "frozen": self.cleaned(plain["frozen"]),
             "paces": {name: pace for name, pace in plain["paces"].items() if self.job(name)},
             "self_doubt": self.cleaned(plain["self_doubt"]),
+            "control_plane": {
+                **plain["control_plane"],
+                "gaps": [gap for gap in plain["control_plane"]["gaps"] if gap["node"] in seen],
+            },
             "connected": [name for name in plain["connected"] if name in seen],
             "agents": {name: agent for name, agent in plain["agents"].items() if name in seen},
             "pulses": [

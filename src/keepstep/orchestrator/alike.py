@@ -3,7 +3,8 @@
 A report with `alike` holds for all the ranks that it names. The brain keeps the one object under
 each of their numbers: what is asked about all ranks is then asked about a few distinct reports, and
 a phase of 16,384 ranks is one message from the root of the agents' tree. The root is the node where
-the generation meets: the brain itself has chosen it, and it has a seat of the job.
+the generation meets: the brain itself has chosen it, and it has a seat of the job. It is believed
+only where there is such a tree (Cluster.tree): else every node speaks for its own ranks.
 
 Only what is well can be alike: a problem, a cover or a rank that is busy is somebody's own.
 """
@@ -18,6 +19,7 @@ from keepstep import portion
 from keepstep.errors import WireError
 from keepstep.model import Phase, Rank
 from keepstep.orchestrator.state import Job, in_migration
+from keepstep.orchestrator.turn import Turn
 from keepstep.wire import PhaseReport, SeatReport
 
 
@@ -45,7 +47,7 @@ def apart(seat: SeatReport, size: int) -> list[SeatReport]:
     return [replace(seat, rank=Rank(rank), alike="") for run in _runs(seat, size) for rank in run]
 
 
-def take(job: Job, report: PhaseReport, seat: SeatReport) -> bool:
+def take(turn: Turn, job: Job, report: PhaseReport, seat: SeatReport) -> bool:
     """Keep one report for all the ranks that it names and that are waited for. False: for none."""
     migration, now = in_migration(job)
     if migration.phase is Phase.WARM or seat.problem or seat.covers or seat.busy_seconds > 0:
@@ -54,7 +56,7 @@ def take(job: Job, report: PhaseReport, seat: SeatReport) -> bool:
     for run in _runs(seat, len(now.seats)):
         # No call per rank: a run of thousands is the point of it.
         said.update(dict.fromkeys(cast(Iterable[Rank], run), seat))
-    if report.node != now.store_node:
+    if not turn.cluster.tree or report.node != now.store_node:
         said = {rank: seat for rank in said if now.seats[rank].node == report.node}
     for rank in migration.gone:
         said.pop(rank, None)

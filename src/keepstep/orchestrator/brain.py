@@ -175,7 +175,7 @@ def _dispatch(turn: Turn, event: Event) -> None:
             nodes.link_lost(turn, event.node)
         case TermBegan():
             turn.cluster.term = event.term
-            turn.cluster.migrations_max = event.migrations_max
+            turn.cluster.migrations_max, turn.cluster.tree = event.migrations_max, event.tree
             turn.note(f"term {event.term} began")
             outages.term_began(turn, event)
             nodes.term_began(turn)

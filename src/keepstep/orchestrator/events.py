@@ -127,7 +127,7 @@ class NodeSilent:
 
     node: NodeId
     crowd: int = 0
-    """Others whose heartbeats stopped within the same half second, or are about to count so."""
+    """Others that are told of after it: missed in the same moment, or about to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +164,8 @@ class TermBegan:
     seq: int = -1
     """Where the journal stood: nothing later is of an earlier term. -1: an older Keepstep wrote
     this and did not say."""
+    tree: bool = False
+    """Agents report through a tree. None does so far: the simulated fleet's do."""
 
 
 @dataclass(frozen=True, slots=True)

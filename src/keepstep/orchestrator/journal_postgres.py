@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
     Connection = psycopg.Connection[tuple[Any, ...]]
 
+SNAPSHOT_BYTES_PER_SECOND = 5e6
+"""What a slow way to the database takes."""
 RETRY_SECONDS = 0.5
 """A restarted server needs about this long."""
 LOOK_SECONDS_MAX = 1.0
@@ -261,17 +263,28 @@ class PostgresJournal:
     # ---------------------------------------------------------------- writing
 
     def append(self, term: Term, expected_head: str, entries: Sequence[Entry]) -> Standing:
+        return self._append(term, expected_head, entries, self._lease)
+
+    def _append(
+        self, term: Term, expected_head: str, entries: Sequence[Entry], lease: float
+    ) -> Standing:
         def growth_on(chains: _Chains) -> Growth:
             return grow(term, chains.seq, chains.places, entries)
 
         def send(connection: Connection, rows: dict[str, Any], growth: Growth) -> bool:
             rows["entry_seqs"], rows["entry_bodies"] = _columns(growth.entries, 2)
+            rows["lease"] = lease
             return connection.execute(_APPEND, rows).fetchone() is not None
 
         return self._write(term, expected_head, growth_on, send, BRIEF_SECONDS_MAX)
 
     def snapshot(self, term: Term, expected_head: str, state: Any, at_seq: int) -> Standing:
         body = codec.dumps(state).decode()
+        seconds = min(len(body) / SNAPSHOT_BYTES_PER_SECOND, CALL_SECONDS_MAX)
+        if seconds > self._lease / 4:
+            # On its way for longer than a lease, it would depose its own writer, and then the next
+            # one, for whom it is due as well. A takeover waits instead, if this one dies now.
+            self._append(term, expected_head, (), self._lease + seconds)
 
         def growth_on(chains: _Chains) -> Growth:
             assert at_seq <= chains.seq, "a snapshot of entries that are not there yet"

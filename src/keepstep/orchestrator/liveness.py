@@ -93,15 +93,18 @@ class Liveness:
         return tuple(pulse.job for pulse in beat.jobs) if beat else ()
 
     def fall_silent(self, now: float, silent_seconds_max: float) -> list[tuple[NodeId, float, int]]:
-        """Who is silent by now: since when, and how many others are about to be. Nobody waits for
-        their words any more."""
+        """Who is silent by now: since when, and how many others are to be told of, with them or
+        soon. Nobody waits for their words any more."""
         silent = silent_nodes(self.last_heard, now, silent_seconds_max, self.vouched)
         crowd = 0
         if silent:
             pace = beat_seconds(len(self.last_heard), silent_seconds_max)
             since = now - silent_seconds_max + pace
             crowd = sum(1 for heard in self.last_heard.values() if heard < since) - 1
-        found = [(node, now - self.last_heard.pop(node), crowd) for node in silent]
+        found = [
+            (node, now - self.last_heard.pop(node), crowd - told)
+            for told, node in enumerate(silent)
+        ]
         for node in silent:
             self.heartbeats.pop(node, None)
         return found

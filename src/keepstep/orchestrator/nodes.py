@@ -43,6 +43,7 @@ from keepstep.orchestrator.state import (
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import DropStandby, Fence, Heartbeat, Hello, Order, StandbyFact, WorkerFact
 
+PEERS_BROKE = "its stream is closed and others have broken collectives"
 SILENT_SETTLE_SECONDS = 0.25
 """Between the first sign of silence and the verdict: time to see whether all fall silent."""
 MISSING_SECONDS = 0.3
@@ -99,7 +100,7 @@ def _register(turn: Turn, event: Hello, state: NodeState | None) -> None:
     state.address, state.slots = event.address, event.slots
     state.peer_port, state.store_port = event.peer_port, event.store_port
     state.boot, state.serial = event.boot, serial
-    state.alive, state.linked, state.left = True, True, False
+    state.alive, state.linked, state.left, state.unproven = True, True, False, False
     state.silent_at = state.vouched_at = -1.0
     state.doubted = False
     state.labels, state.shares = dict(event.labels), roster.shares(event.labels)
@@ -247,8 +248,8 @@ def silent(turn: Turn, event: NodeSilent) -> None:
     if state is None or not state.alive or state.silent_at >= 0:
         turn.ignore(f"silence of {node} ignored: nothing was expected of it")
         return
+    state.doubted = state.doubted or suspicion.in_a_crowd(turn, event.crowd)
     state.silent_at = turn.now
-    state.doubted = state.doubted or suspicion.too_many(turn.cluster, event.crowd + 1)
     turn.cluster.doubtful.setdefault(node, turn.now)
     turn.note(f"node {node} fell silent")
 
@@ -325,8 +326,11 @@ def tick(turn: Turn) -> None:
     lost = {}
     for node in sorted(due, key=natural):
         if node not in doubted or node in proof:
-            lost[node] = f"{due[node]}, and {proof[node]}" if node in proof else due[node]
+            lost[node] = f"{due[node]}, and {proof[node].why}" if node in proof else due[node]
     lose_all(turn, lost)
+    for node in lost:
+        by_peers = proof[node].by_peers if node in proof else due[node] == PEERS_BROKE
+        cluster.nodes[node].unproven = not by_peers
 
 
 def _due(turn: Turn, settle_seconds: float) -> dict[NodeId, str]:
@@ -359,7 +363,7 @@ def _given_up(turn: Turn, state: NodeState, settle_seconds: float) -> str:
     if away >= min(p.restart_grace_seconds for p in policies) and any(
         job.broken_at >= 0 for job in jobs
     ):
-        return "its stream is closed and others have broken collectives"
+        return PEERS_BROKE
     return ""
 
 

@@ -15,10 +15,12 @@ def take(turn: Turn, job: Job, report: PhaseReport) -> list[SeatReport]:
     taken: list[SeatReport] = []
     for seat in report.seats:
         if seat.alike:
-            if not catching_up.still_before(migration, seat) and alike.take(job, report, seat):
+            if not catching_up.still_before(migration, seat) and alike.take(
+                turn, job, report, seat
+            ):
                 taken.append(seat)
             continue
-        known = _speaks_for(job, report.node, seat.rank)
+        known = _speaks_for(turn, job, report.node, seat.rank)
         if not known or seat.rank in migration.gone or seat.rank in migration.reports:
             continue
         if catching_up.still_before(migration, seat):
@@ -42,7 +44,7 @@ def progress(turn: Turn, job: Job, report: PhaseReport) -> None:
     assert migration is not None
     if migration.phase is Phase.REFORM and report.phase in (Phase.REFORM, Phase.TRANSFER):
         for seat in report.seats:
-            if _speaks_for(job, report.node, seat.rank):
+            if _speaks_for(turn, job, report.node, seat.rank):
                 migration.progress[seat.rank] = report.phase
                 turn.touched = True
         if not turn.touched:
@@ -51,12 +53,12 @@ def progress(turn: Turn, job: Job, report: PhaseReport) -> None:
     turn.ignore(f"stale report of {report.phase} from {report.node} ignored in {migration.phase}")
 
 
-def _speaks_for(job: Job, node: NodeId, rank: Rank) -> bool:
-    """A node speaks for its own ranks, and the root of the agents' tree for all: see alike.py."""
+def _speaks_for(turn: Turn, job: Job, node: NodeId, rank: Rank) -> bool:
+    """A node speaks for its own ranks; the root of a tree of agents, if there is one, for all."""
     migration, now = in_migration(job)
     if not 0 <= rank < len(now.seats):
         return False
-    if migration.phase is not Phase.WARM and node == now.store_node:
+    if turn.cluster.tree and migration.phase is not Phase.WARM and node == now.store_node:
         return True
     return _place(job, rank) == node
 

@@ -68,6 +68,7 @@ from keepstep.orchestrator.streams import NEWS, AgentStream, addressed, listen, 
 
 REREADS_MAX = 100
 """Steps that may fail in one term, each answered by reading the journal again, before we leave."""
+JOURNAL_AWAY = "the journal was away"
 SNAPSHOT_AGAIN_SECONDS = 60.0
 """Between two attempts at a snapshot that the journal could not take."""
 
@@ -238,7 +239,7 @@ class Orchestrator:
                 self._handle(())
                 self._renew_if_due()
                 if told:
-                    began, told = self._came_back(began, told), ""
+                    began, told = self._came_back(began), ""
                     continue
                 self._away = False
                 break
@@ -253,12 +254,13 @@ class Orchestrator:
             self._alive.last_heard = dict.fromkeys(self._alive.last_heard, self._all_may_come())
         self._snapshot_if_due()
 
-    def _came_back(self, began: float, why: str) -> float:
+    def _came_back(self, began: float) -> float:
         """The journal is there again. What nobody could decide meanwhile is nobody's fault."""
         now = self._clock.monotonic()
         self._log("journal.back", seconds=round(now - began, 3))
         if now - began >= self._config.late_seconds_max:
-            self._batch.append(Waiting(events.ControlPlaneBack(now - began, why)))
+            # All owners of jobs read this. The driver's words (a host, a user) are in our log.
+            self._batch.append(Waiting(events.ControlPlaneBack(now - began, JOURNAL_AWAY)))
             # A tick that has waited since is late by the same time: it does not count twice.
             self._tick_due = now
         return now

@@ -99,6 +99,8 @@ class NodeState:
     """When it was lost or found bad last, or when it came back from that."""
     left: bool = False
     """Not alive, but in good order: its stream was closed, and no rank was there."""
+    unproven: bool = False
+    """Not alive, and no peer of its ranks said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +452,8 @@ class Cluster:
     self_doubt_at: float = 0.0
     migrations_max: int = 0
     """Jobs that may be moved at once, by the leader's settings; 0: any number."""
+    tree: bool = False
+    """Agents report through a tree: the node where a generation meets speaks for all its ranks."""
     jobs: dict[JobId, Job] = field(default_factory=dict)
     open_jobs: tuple[JobId, ...] = ()
     taints: dict[str, tuple[Taint, ...]] = field(default_factory=dict)
@@ -457,11 +461,9 @@ class Cluster:
     requests: dict[str, int] = field(default_factory=dict)
     """Operators' requests that were followed, and when, by the counter: a repetition is known."""
     closed: tuple[Incident, ...] = ()
-    """The last incidents, oldest first."""
+    """The last incidents, oldest first; and so are loans that are over, outages and gaps."""
     loans: tuple[Loan, ...] = ()
-    """Those that are over, oldest first."""
     outages: tuple[Outage, ...] = ()
-    """The last ones, oldest first."""
     down_seconds: float = 0.0
     """All outages together, also those that are not in the list any more."""
     terms: dict[Term, int] = field(default_factory=dict)
@@ -469,7 +471,6 @@ class Cluster:
     begun_with: dict[JobId, Generation] = field(default_factory=dict)
     """The newest generation of each open job when this term began."""
     gaps: tuple[Gap, ...] = ()
-    """The last ones, oldest first."""
     ahead: dict[NodeId, int] = field(default_factory=dict)
     """Nodes that obeyed entries which this journal does not have, and the last of those."""
 

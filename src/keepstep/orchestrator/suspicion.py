@@ -9,7 +9,8 @@ Such a node is not given up, whatever its silence lasts, before somebody else sp
 
     a broken collective     ranks elsewhere lost a peer, and nobody else turned out to be dead
     peers that stand still  ranks elsewhere make no step
-    a node lost with it     another one of the same job, given up at about the same time
+    a node lost with it     another one of the same job, given up at about the same time, against
+                            which peers spoke
     a taint                 an operator's or a monitor's word about this node, since it is silent
     a new boot              its Hello proves that the old one is gone (nodes.hello)
 
@@ -23,6 +24,7 @@ import bisect
 import math
 from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
+from typing import NamedTuple
 
 from keepstep.model import JobId, NodeId, Phase, Rank, Severity
 from keepstep.orchestrator import budgets, policy
@@ -71,6 +73,16 @@ def too_many(cluster: Cluster, silent: int) -> bool:
     return silent > _few_of(alive)
 
 
+def in_a_crowd(turn: Turn, coming: int) -> bool:
+    """Whether one who falls silent now does so with too many: those who are about to be missed as
+    well, and those who were missed a moment ago. In the middle of a crowd neither are enough."""
+    cluster, since = turn.cluster, turn.now - WINDOW_SECONDS
+    if not too_many(cluster, coming + 1 + len(cluster.doubtful)):
+        return False
+    gone = sum(1 for node in cluster.doubtful if cluster.nodes[node].silent_at >= max(since, 0.0))
+    return too_many(cluster, coming + 1 + gone)
+
+
 def _few(cluster: Cluster) -> int:
     """As many as may fall silent at once without our doubting ourselves."""
     return _few_of(sum(1 for _ in _alive(cluster)))
@@ -115,21 +127,31 @@ def all_came(cluster: Cluster) -> bool:
     return all(cluster.nodes[node].linked for node in cluster.doubtful)
 
 
-def evidence(cluster: Cluster, nodes: Iterable[NodeId], now: float) -> dict[NodeId, str]:
+class Proof(NamedTuple):
+    """What speaks against a silent node."""
+
+    why: str
+    by_peers: bool
+    """Ranks elsewhere miss it: so they may miss others that fell silent with it."""
+
+
+def evidence(cluster: Cluster, nodes: Iterable[NodeId], now: float) -> dict[NodeId, Proof]:
     """What else speaks against these silent nodes, for those against which something does."""
     of_job: dict[JobId, str] = {}
     found = {}
     for node in nodes:
         state, since = cluster.nodes[node], cluster.doubtful[node]
-        why = _tainted_since(cluster, node, since)
-        for name in () if why else sorted(seated(cluster, state)):
+        why = ""
+        for name in sorted(seated(cluster, state)):
             if name not in of_job:
                 of_job[name] = _peers_say(cluster, cluster.jobs[name], now)
             why = why or of_job[name] or _lost_together(cluster, cluster.jobs[name], since)
+        by_peers = bool(why)
+        why = why or _tainted_since(cluster, node, since)
         if not why and now >= since + UNSEATED_SECONDS_MAX and not seated(cluster, state):
             why = "no rank is there"
         if why:
-            found[node] = why
+            found[node] = Proof(why, by_peers)
     return found
 
 
@@ -169,7 +191,9 @@ def _peers_say(cluster: Cluster, job: Job, now: float) -> str:
 def _lost_together(cluster: Cluster, job: Job, since: float) -> str:
     """The job's open incident began at about that time, with a lost node or with nobody to blame.
 
-    A collective that broke, and for which no culprit was found, is one for which this node is.
+    A collective that broke, and for which no culprit was found, is one for which this node is. A
+    node that no peer missed proves nothing: where our own network fades, the first few are too few
+    for a doubt, and they would speak against all who follow.
     """
     incident = job.incident
     if incident is None or abs(incident.opened_at - since) > 2 * WINDOW_SECONDS:
@@ -178,7 +202,7 @@ def _lost_together(cluster: Cluster, job: Job, since: float) -> str:
         if cause.rank < 0:
             return f"{job.spec.job} broke at that time, and nobody else is to blame"
         other = cluster.nodes.get(cause.node)
-        if other is not None and not other.alive and not other.left:
+        if other is not None and not (other.alive or other.left or other.unproven):
             return f"{job.spec.job} lost {cause.node} at that time"
     return ""
 
@@ -198,7 +222,8 @@ def tell(turn: Turn, waiting: Collection[NodeId], still: Collection[NodeId]) -> 
 def _sentence(cluster: Cluster, waiting: Collection[NodeId], now: float) -> str:
     alive = sum(1 for state in cluster.nodes.values() if state.alive)
     number = len(waiting)
-    share = f"{100 * number / max(alive, 1):.0f} % of nodes" if number > 1 else min(waiting)
+    # No names: every project reads this. What fell silent is told where its node is.
+    share = f"{100 * number / max(alive, 1):.0f} % of nodes" if number > 1 else "a node"
     when = f"within {WINDOW_SECONDS:g} s"
     if led_lately(cluster, now):
         when = f"within {LEADER_SECONDS:g} s of our taking the lead"

@@ -48,14 +48,15 @@ def host_store(address: str) -> int:
 
     torch's own listener takes IPv6 and IPv4, and looks up each client's name: one that came by
     IPv4 has a mapped address that no hosts file knows, so the server waited 5 s for a name server
-    now and then, and every rank with it. Our listener is IPv4 where the address is.
+    now and then, and every rank with it. Our listener is IPv4 where the address is, and it listens
+    there only: whoever gave the node an address of a closed network relies on that.
     """
     from torch.distributed import TCPStore
 
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("::" if ":" in address else "0.0.0.0", 0))
+    listener.bind(place)
     listener.listen(socket.SOMAXCONN)
     port = int(listener.getsockname()[1])
     store = TCPStore(

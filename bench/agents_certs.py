@@ -1,0 +1,50 @@
+"""Certificates for very many agents: one for each node, as mutual TLS asks for.
+
+All share one key, which saves making 12,500 of them; nobody here is to be kept apart, and a
+handshake costs the same. What names a node is its certificate, and each has its own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from keepstep import tls
+from keepstep.cli import certs
+
+OPERATOR = "bench"
+SECONDS_MAX = 60.0
+
+
+def make(directory: Path, nodes: Sequence[str]) -> None:
+    """The orchestrator's, an operator's, and those of all nodes: DIRECTORY/nodes/NODE.crt."""
+    certs.make(directory, hosts=["127.0.0.1"], operators=[OPERATOR])
+    there = directory / "nodes"
+    there.mkdir()
+    (there / tls.AUTHORITY).write_bytes((directory / "ca" / "ca.crt").read_bytes())
+    line = ("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    _openssl(*line, "-keyout", str(there / tls.KEY), "-out", str(there / "csr"), "-subj", "/CN=n")
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(lambda node: _issue(directory / "ca", there, node), nodes):
+            pass
+
+
+def _issue(authority: Path, there: Path, node: str) -> None:
+    told = there / f"{node}.ext"
+    told.write_text(
+        f"subjectAltName=URI:{tls.node_uri(node)}\nbasicConstraints=critical,CA:FALSE\n"
+        "keyUsage=critical,digitalSignature\nextendedKeyUsage=clientAuth\n",
+        encoding="utf-8",
+    )
+    _openssl(
+        *("x509", "-req", "-in", str(there / "csr"), "-out", str(there / f"{node}.crt")),
+        *("-days", "2", "-CA", str(authority / "ca.crt"), "-CAkey", str(authority / "ca.key")),
+        *("-set_serial", f"0x{node.encode().hex()}", "-extfile", str(told)),
+    )
+    told.unlink()
+
+
+def _openssl(*line: str) -> None:
+    subprocess.run(["openssl", *line], check=True, capture_output=True, timeout=SECONDS_MAX)
