@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from keepstep.model import JobId, JobState, NodeId, Phase, Rank, Severity
+from keepstep.model import JobId, JobState, NodeId, Phase, Severity
 from keepstep.orchestrator import portions, remedies, shown, view
 from keepstep.orchestrator.state import Cluster, Incident, Job, NodeState, natural, slot_key
 from keepstep.wire import Heartbeat
@@ -409,7 +409,7 @@ def _card(cluster: Cluster, job: Job, pace: shown.Pace, around: Around) -> JobCa
     spec, over = job.spec, job.state.over
     ranks = "" if over else rank_letters(job)
     counts = Counter(ranks)
-    alone = 0 if over else len(portions.alone(job, map(Rank, range(spec.world_size))))
+    alone = 0 if over else len(portions.alone(job))
     return JobCard(
         id=spec.job,
         state=job.state.value,

@@ -28,7 +28,7 @@ from keepstep.exposition import (
     histogram,
     info,
 )
-from keepstep.model import JobId, JobState, Mode, Phase, Rank, Severity
+from keepstep.model import JobId, JobState, Mode, Phase, Severity
 from keepstep.orchestrator import portions, shown, slots
 from keepstep.orchestrator.board import Account
 from keepstep.orchestrator.state import Cluster, Incident, Job, NodeState
@@ -347,7 +347,7 @@ def _contaminated(job: Job) -> int:
 
 def uncovered(job: Job) -> int:
     """How many of its ranks hold state that is nowhere else."""
-    return len(portions.alone(job, map(Rank, range(job.spec.world_size))))
+    return len(portions.alone(job))
 
 
 def protected(job: Job, alone: int) -> bool:

@@ -288,7 +288,7 @@ def _open(search: Search, node: NodeId, taken: Set[Place]) -> list[tuple[int, in
     """What can be had on a node: (0 ready, 1 warming, 2 cold; slot)."""
     cluster = search.cluster
     state = cluster.nodes[node]
-    found = [(_COLD, slot) for slot in slots.free_slots(cluster, state, search.now)]
+    found = [(_COLD, slot) for slot in range(state.slots) if slot not in state.uses]
     for slot, user in state.uses.items():
         if user.job == search.job.spec.job and user.rank < 0 and not user.fenced:
             ready = search.job.standbys[f"{node}/{slot}"].ready

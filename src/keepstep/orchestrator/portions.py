@@ -134,8 +134,8 @@ def leavable(job: Job, ranks: Iterable[Rank]) -> list[Rank]:
     return going
 
 
-def alone(job: Job, ranks: Iterable[Rank]) -> dict[Rank, str]:
-    """Which of these ranks hold a portion that is nowhere else, and which one."""
+def alone(job: Job, ranks: Iterable[Rank] | None = None) -> dict[Rank, str]:
+    """Which of these ranks, or of all, hold a portion that is nowhere else, and which one."""
     size = job.spec.world_size
     single = [
         held
@@ -143,6 +143,8 @@ def alone(job: Job, ranks: Iterable[Rank]) -> dict[Rank, str]:
         if len(held := holders(name, size)) == 1 and name not in job.covers
     ]
     owners = {rank: portion.name_of(held) for held in single for rank in held}
+    if ranks is None:
+        return owners
     return {rank: owners[rank] for rank in ranks if rank in owners}
 
 

@@ -12,8 +12,9 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from keepstep.model import (
     Endpoint,
@@ -67,7 +68,7 @@ def build(
 ) -> Roster:
     """A roster with the stride that its placement asks for."""
     own = [seat.node for seat in seats]
-    said = {node: dict(_shared(nodes[node].shares)) for node in set(own)}
+    said = {node: _shared(nodes[node].shares) for node in set(own)}
     told = {name for parts in said.values() for name in parts}
     domains = [[said[node].get(name, node) for node in own] for name in RACK_LABELS if name in told]
     stride = mirror_stride(own, *domains)
@@ -79,10 +80,10 @@ def shares(labels: Mapping[str, str]) -> str:
     return "\n".join(f"{name}={labels[name]}" for name in RACK_LABELS if labels.get(name))
 
 
-def _shared(text: str) -> Iterator[tuple[str, str]]:
-    for line in text.splitlines():
-        name, _, value = line.partition("=")
-        yield name, value
+@lru_cache(maxsize=65_536)
+def _shared(text: str) -> Mapping[str, str]:
+    """The labels of `shares`. Asked for each seat of each generation; racks are few."""
+    return dict(line.split("=", 1) for line in text.splitlines())
 
 
 def mirror_stride(nodes: Sequence[NodeId], *domains: Sequence[str]) -> int:

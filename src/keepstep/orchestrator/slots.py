@@ -28,9 +28,9 @@ def index(cluster: Cluster, state: NodeState) -> None:
     at = bisect.bisect_left(cluster.free, natural(state.node), key=natural)
     listed = at < len(cluster.free) and cluster.free[at] == state.node
     if roomy and not listed:
-        cluster.free = (*cluster.free[:at], state.node, *cluster.free[at:])
+        cluster.free = cluster.free[:at] + (state.node,) + cluster.free[at:]  # noqa: RUF005
     elif listed and not roomy:
-        cluster.free = (*cluster.free[:at], *cluster.free[at + 1 :])
+        cluster.free = cluster.free[:at] + cluster.free[at + 1 :]
 
 
 def usable(state: NodeState) -> bool:
@@ -39,8 +39,13 @@ def usable(state: NodeState) -> bool:
 
 
 def tainted(cluster: Cluster, node: NodeId, slot: int, now: float) -> bool:
-    found = (*cluster.taints.get(node, ()), *cluster.taints.get(slot_key(node, slot), ()))
-    return any(now < taint.until for taint in found)
+    known = cluster.taints
+    if not known:
+        return False
+    of_node, of_slot = known.get(node), known.get(slot_key(node, slot))
+    if of_node is None and of_slot is None:
+        return False
+    return any(now < taint.until for taint in (*(of_node or ()), *(of_slot or ())))
 
 
 def free_slots(cluster: Cluster, state: NodeState, now: float) -> list[int]:

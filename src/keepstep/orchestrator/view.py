@@ -124,7 +124,7 @@ def job_view(cluster: Cluster, job: Job, now: float) -> dict[str, Any]:
         ],
         "remedies": remedies.needed(cluster, job, now),
         "unsure": job.unsure.why if job.unsure else None,
-        "uncovered": sorted(portions.alone(job, map(Rank, range(spec.world_size)))),
+        "uncovered": sorted(portions.alone(job)),
         "loan": loan_view(job.loan) if job.loan else None,
         "away": {
             str(rank): home for home, ranks in sorted(homes.away(job).items()) for rank in ranks
