@@ -372,10 +372,11 @@ def frozen(bench: Bench, figures: dict[str, float]) -> None:
         one.process.send_signal(signal.SIGCONT)
     began = time.monotonic()
     deadline = began + SECONDS_MAX
-    while not (leading := [one for one in bench.orchestrators if one.status() == "leading"]):
+    # One that wakes takes itself for the leader until its next write.
+    while sorted(one.status() for one in bench.orchestrators) != ["following", "leading"]:
         assert time.monotonic() < deadline, "nobody leads; see the log"
         time.sleep(0.05)
-    bench.orchestrators.sort(key=lambda one: one is not leading[0])
+    bench.orchestrators.sort(key=lambda one: one.status() != "leading")
     all_back(bench, began + 180.0)
     figures["frozen_back_seconds"] = time.monotonic() - began
     bench.drain(SETTLED_SECONDS, heard)

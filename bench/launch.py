@@ -23,6 +23,10 @@ from typing import Protocol
 
 from keepstep.errors import ConfigError, Permanent
 
+KEPT = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 32)}
+"""glibc's own variables: freed memory is kept, in all arms alike. As it comes, it is given back by
+limits that move with what a process freed before, and two with the same steps differ."""
+
 MARK = "KSBENCH_RUN"
 LOCAL = "localhost"
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")

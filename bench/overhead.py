@@ -48,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures, quiet, record, rig
+from bench.launch import KEPT
 from keepstep.cli.cluster import ORCHESTRATOR, LocalCluster, NodePlan
 from keepstep.errors import Permanent
 from keepstep.model import CHECK_STEPS
@@ -68,8 +69,6 @@ LEAD_STEPS, LONG_STEP_SECONDS = 2, 0.2
 WARM_STEPS = 20
 REPLY_SECONDS_MAX = 600.0
 WORKER = Path(__file__).parent / "overhead_worker.py"
-KEPT = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 32)}
-"""glibc's own variables. All that any arm starts inherits them."""
 
 
 @dataclass
@@ -252,8 +251,7 @@ def run_segment(
         for arm in arms:
             arm.run(WARM_STEPS)
         step_seconds = bare.run(WARM_STEPS) / WARM_STEPS
-        block = max(4, round(BLOCK_SECONDS / step_seconds))
-        lead = 1 if step_seconds > LONG_STEP_SECONDS else LEAD_STEPS
+        block, lead = block_of(step_seconds)
         wanted = math.ceil(steps / (2 * block))
         for arm in arms:
             arm.blocks.clear()
@@ -275,6 +273,12 @@ def run_segment(
             "alarms": alarms,
             "blocks": {arm.name: arm.blocks for arm in arms},
         }
+
+
+def block_of(step_seconds: float) -> tuple[int, int]:
+    """How many steps a block has, and how many come before it and do not count."""
+    lead = 1 if step_seconds > LONG_STEP_SECONDS else LEAD_STEPS
+    return max(4, round(BLOCK_SECONDS / step_seconds)), lead
 
 
 def one_round(arms: Sequence[Arm], block: int, lead: int, number: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.launch import MARK, Launch
+from bench.launch import KEPT, MARK, Launch
 from bench.plan import Plan
 from bench.workload.log import GATE
 from keepstep.errors import ConfigError
@@ -108,6 +108,7 @@ def environment_of(plan: Plan, more: Mapping[str, str] | None = None) -> dict[st
     return {
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
         "OMP_NUM_THREADS": "1",
+        **KEPT,
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         MARK: plan.directory,
         **{name: os.environ[name] for name in (GATE,) if name in os.environ},

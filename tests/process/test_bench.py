@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import scenario
+from bench import scenario, steady
 from bench.arms.arm import load
 from bench.harness import Limits, Run
 from bench.launch import Local, marked
@@ -41,8 +41,18 @@ def test_keepstep_loses_no_step_and_no_sample_and_ends_like_the_bare_engine(tmp_
 
 
 def test_checkpoint_restart_computes_steps_again_and_loses_no_sample(tmp_path):
-    rolled = run("checkpoint_restart:sync@1000", tmp_path / "restart")
-    assert struck_once(rolled)
-    found = rolled["truth"]
-    assert found["recomputed"] > 0
-    assert (found["lost"], found["doubled"]) == (0, 0)
+    anew, loaded = (
+        run(f"checkpoint_restart:sync@{every}", tmp_path / str(every)) for every in (1000, 10)
+    )
+    for rolled in (anew, loaded):
+        assert struck_once(rolled)
+        assert (rolled["truth"]["lost"], rolled["truth"]["doubled"]) == (0, 0)
+    assert anew["truth"]["recomputed"] > 10, "it began again"
+    assert loaded["truth"]["recomputed"] <= 10, "it began where it had saved"
+
+
+def test_the_cost_while_nothing_breaks_is_measured_against_two_bare_jobs():
+    found = steady.measure("bare", steady.options(["--quick", "--steps", "8", "--size", "1m"]))
+    assert found["steps_per_arm"] >= 8
+    assert 0.5 < found["ratio"][0] < 2.0
+    assert {"bare", "arm", "control", "arm_processor", "others"} <= found["rounds"][0].keys()

@@ -165,12 +165,17 @@ def test_an_agent_joins_by_its_certificate_and_another_nodes_is_refused(secured:
 
 
 def test_the_doctor_looks_at_the_certificate_that_is_shown(secured: Secured, tmp_path: Path):
-    left = doctor.shown(secured.url).expires_at - time.time()
+    seen = doctor.shown(secured.url)
+    assert seen is not None
+    left = seen.expires_at - time.time()
     assert 89 * 86400 < left <= 90 * 86400 + 60
     with pytest.MonkeyPatch.context() as patch:
         certs.make(tmp_path, operators=["bob"])
         patch.setenv(TLS_DIRECTORY, str(tmp_path / "operator-bob"))
-        assert "cannot be trusted" in doctor.shown(secured.url).problem
+        other = doctor.shown(secured.url)
+    assert other is not None
+    assert "cannot be trusted" in other.problem
+    assert doctor.shown("https://127.0.0.1:1") is None, "that it is away is another finding"
 
 
 def test_without_tls_or_from_another_authority_nobody_is_heard(secured: Secured, tmp_path: Path):

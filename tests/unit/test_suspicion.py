@@ -230,6 +230,40 @@ def test_nodes_that_were_lost_for_their_silence_alone_speak_against_nobody():
     assert lost(cluster) == 3, "what somebody says of one is said of no other"
 
 
+def test_a_real_loss_that_goes_on_is_one_where_peers_missed_the_first():
+    cluster = cluster_of(14, seats=14)
+    step(cluster, observed(cluster, 13, Sign.BROKEN), 9.0)
+    step(cluster, events.NodeSilent(NodeId("n0")), 10.0)
+    step(cluster, events.Tick(), 10.3)
+    assert lost(cluster) == 1
+    for i in (1, 2, 3):
+        step(cluster, events.NodeSilent(NodeId(f"n{i}"), crowd=3 - i), 12.0)
+    decision = step(cluster, events.Tick(), 12.5)
+    assert lost(cluster) == 4
+    assert "train lost n0 at that time" in decision.why
+
+
+def test_a_network_that_fades_loses_no_more_than_a_tenth_within_a_window():
+    cluster = cluster_of(100, seats=100)
+    for i in range(40):
+        step(cluster, events.NodeSilent(NodeId(f"n{i}")), 10.0 + 0.2 * i)
+        step(cluster, events.Tick(), 10.0 + 0.2 * i + 0.19)
+    for i in range(20):
+        step(cluster, events.Tick(), 20.0 + i)
+    assert lost(cluster) <= 10
+    assert "we suspect ourselves" in cluster.self_doubt
+
+
+@pytest.mark.parametrize("rack", ["r1\nx", "r1\u2028x", "=", "a=b"])
+def test_a_label_may_hold_anything(rack: str):
+    cluster = state.new_cluster("test")
+    for i in range(3):
+        hello = wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b", labels={"rack": rack + str(i)})
+        step(cluster, hello, 0.0)
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=3)), 0.0)
+    assert cluster.jobs[JOB].roster is not None
+
+
 def test_a_collective_that_broke_before_the_silence_speaks_against_the_silent():
     cluster = cluster_of(40, seats=36, spares=6)
     step(cluster, observed(cluster, 20, Sign.BROKEN), 7.0)

@@ -82,7 +82,7 @@ class Referee:
             raise Violation(f"{job.spec.job} failed: {known.detail}")
 
     def _check_turns(self, cluster: Cluster, names: Iterable[JobId]) -> None:
-        """Who waits for its turn goes before those who came later, and not too many at once."""
+        """Nobody takes the place of one who came first and waits, and not too many go at once."""
         ready = []
         for name in names:
             job, account = cluster.jobs.get(name), self.accounts.get(name)
@@ -96,13 +96,15 @@ class Referee:
             (self._in_line.add if job.turn_at >= 0 else self._in_line.discard)(name)
         for came_at, job in ready:
             planned = job.migration is not None and job.migration.purpose == "move"
-            for name in cluster.open_jobs:
-                other = cluster.jobs[name]
-                if 0 <= other.turn_at < came_at and _waits(other, planned):
-                    raise Violation(f"{job.spec.job} goes before {name}, which came first")
-            busy = [n for n in cluster.open_jobs if _counts(cluster.jobs[n], planned)]
-            if len(busy) > MIGRATIONS_MAX + _held_ones(cluster):
+            others = [(n, cluster.jobs[n]) for n in cluster.open_jobs]
+            first = [n for n, o in others if 0 <= o.turn_at < came_at and _waits(o, planned)]
+            busy = [n for n, o in others if _counts(o, planned)]
+            room = MIGRATIONS_MAX + _held_ones(cluster) - len(busy)
+            if room < 0:
                 raise Violation(f"{len(busy)} jobs migrate at once: {busy}")
+            if room < len(first):
+                # With room for all of them their turn comes with the next tick.
+                raise Violation(f"{job.spec.job} goes before {first[0]}, which came first")
 
     def _count_closed(self, cluster: Cluster) -> None:
         for incident in reversed(cluster.closed):

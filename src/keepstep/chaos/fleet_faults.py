@@ -417,10 +417,9 @@ class Faults(World):
             return
         cluster = self.leader.cluster
         for machine, boot in training:
-            known = cluster.nodes[machine.node]
             tainted = place_key(machine.node) in cluster.taints
             same = machine.up and machine.boot == boot and not tainted
-            if same and not known.alive and known.unproven:
+            if same and machine.node in cluster.given_up:
                 raise Violation(f"{machine.node} was given up, deaf with many, for its silence")
 
     def _vouch(self, machine: Machine) -> None:

@@ -125,7 +125,8 @@ class Network:
     def unite(self, node: str, others: Sequence[str]) -> None:
         """Undo a parting. Safe to repeat."""
         for address in self._of(others):
-            _quietly("-n", self._namespace(node), "neigh", "del", address, "dev", INTERFACE)
+            whom = ("to", address, "dev", INTERFACE, "nud", "permanent")
+            _ip("-n", self._namespace(node), "neigh", "flush", *whom)
 
     def _of(self, nodes: Sequence[str]) -> list[str]:
         return [HUB_ADDRESS if node == HUB else self._addresses[node] for node in nodes]

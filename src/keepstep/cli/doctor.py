@@ -139,11 +139,13 @@ def _certificates(directories: Sequence[Path], urls: Sequence[str]) -> tuple[Cer
     own = os.environ.get(TLS_DIRECTORY, "")
     files = dict.fromkeys([*directories, *([Path(own)] if own else [])])
     found = [certificate(directory / name) for directory in files for name in CERTIFICATES]
-    return (*found, *(shown(url) for url in urls if url.startswith("https://")))
+    seen = (shown(url) for url in urls if url.startswith("https://"))
+    return (*found, *(certificate for certificate in seen if certificate is not None))
 
 
-def shown(url: str) -> Certificate:
-    """What an orchestrator shows to who comes: checked as any client checks it."""
+def shown(url: str) -> Certificate | None:
+    """What an orchestrator shows to who comes, checked as any client checks it; None if there is no
+    answer, which is another finding."""
     place = urlsplit(url)
     host, named = place.hostname or "", f"the one shown by {url}"
     try:
@@ -153,8 +155,10 @@ def shown(url: str) -> Certificate:
         ):
             ends = str((secure.getpeercert() or {})["notAfter"])
             return Certificate(named, ssl.cert_time_to_seconds(ends))
-    except (OSError, KeyError, ValueError, KeepstepError) as error:
-        return Certificate(named, problem=f"cannot be trusted or reached: {error}")
+    except (ssl.SSLError, KeyError, ValueError, KeepstepError) as error:
+        return Certificate(named, problem=f"cannot be trusted: {error}")
+    except OSError:
+        return None
 
 
 def certificate(path: Path) -> Certificate:

@@ -62,7 +62,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A certificate's file."""
+    """One that was looked at: a file, or what is shown by who serves."""
 
     path: str
     expires_at: float = 0.0

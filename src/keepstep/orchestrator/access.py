@@ -134,6 +134,11 @@ class Rates:
 # ---------------------------------------------------------------- what a caller sees
 
 
+def told_to(caller: Caller, error: Exception) -> str:
+    """What a driver says of a database (its host, a user) is for those who run the cluster."""
+    return "this cannot be answered now" if caller.project else str(error)
+
+
 class Sight:
     """The cluster through the eyes of one project; without a project, as it is."""
 

@@ -72,7 +72,7 @@ from keepstep.orchestrator import (
     view,
     watching,
 )
-from keepstep.orchestrator.access import Gate, Sight
+from keepstep.orchestrator.access import Gate, Sight, told_to
 from keepstep.orchestrator.accounts import Accounts
 from keepstep.orchestrator.exporting import exported
 from keepstep.orchestrator.http import (
@@ -148,12 +148,12 @@ class Api:
                 call = dataclasses.replace(call, body=read_fields(call.request, route.fields))
             return await route.handler(self, call)
         except WireError as error:
-            fix = f"see {route.method} {route.path} in GET /v1/openapi.json"
-            raise BadRequest(400, str(error), fix) from error
+            where = f"see {route.method} {route.path} in GET /v1/openapi.json"
+            raise BadRequest(400, str(error), where) from error
         except BadRequest:
             raise
         except KeepstepError as error:
-            raise BadRequest(503, str(error), "ask the orchestrator that leads now") from error
+            raise BadRequest(503, told_to(call.caller, error), "ask who leads now") from error
 
     def _sight(self, call: Call) -> Sight:
         """What this caller may see, of the jobs that there are now."""

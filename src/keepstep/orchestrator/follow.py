@@ -66,8 +66,9 @@ class Follower:
                 self._away, pause = "", pause or LOOK_SECONDS_MAX
             except Transient as error:
                 # The database is away, or somebody else was quicker.
-                self._away = str(error)
-                self._say("waiting", self._away)
+                # Whoever asks is told no more: the driver's words name hosts and users.
+                self._away = "the journal does not answer, or somebody else was quicker"
+                self._say("waiting", str(error))
                 pause = error.retry_after_seconds
             await asyncio.sleep(pause)
 

@@ -103,8 +103,10 @@ SET term = greatest(s.term, %(above)s) + 1, holder = %(holder)s,
     written_at = clock_timestamp()
 FROM before  -- Anybody's last write: who writes no written_at has a lease all the same.
 RETURNING s.term, CASE WHEN before.expires_at = '-infinity' THEN 0.0 ELSE
-    greatest(0.0, extract(epoch FROM clock_timestamp() - greatest(before.written_at,
-        before.expires_at - make_interval(secs => %(lease)s)))::float8) END
+    greatest(0.0, extract(epoch FROM clock_timestamp() - CASE  -- No lease is longer.
+        WHEN before.written_at >= before.expires_at - make_interval(secs => %(longest)s)
+        THEN before.written_at
+        ELSE before.expires_at - make_interval(secs => %(lease)s) END)::float8) END
 """
 _LEASE = """
 SELECT term, holder, extract(epoch FROM
@@ -222,6 +224,7 @@ class PostgresJournal:
 
     def begin_term(self, endpoint: str = "", above: Term = Term(0)) -> Standing:
         asked = {"holder": self._holder or endpoint or socket.gethostname(), "lease": self._lease}
+        asked["longest"] = self._lease + CALL_SECONDS_MAX + BRIEF_SECONDS_MAX
         asked |= {"endpoint": endpoint, "above": above, "returning": self._returning}
         with self._session(CALL_SECONDS_MAX) as connection:
             # The lease and the chains in one transaction, with the row locked: nobody writes

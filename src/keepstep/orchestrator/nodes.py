@@ -100,11 +100,12 @@ def _register(turn: Turn, event: Hello, state: NodeState | None) -> None:
     state.address, state.slots = event.address, event.slots
     state.peer_port, state.store_port = event.peer_port, event.store_port
     state.boot, state.serial = event.boot, serial
-    state.alive, state.linked, state.left, state.unproven = True, True, False, False
+    state.alive, state.linked, state.left = True, True, False
     state.silent_at = state.vouched_at = -1.0
     state.doubted = False
     state.labels, state.shares = dict(event.labels), roster.shares(event.labels)
     cluster.doubtful.pop(event.node, None)
+    cluster.given_up.pop(event.node, None)
     turn.touched = True
 
 
@@ -321,16 +322,17 @@ def tick(turn: Turn) -> None:
     doubted = suspicion.doubted(turn)
     in_doubt = sorted(doubted & due.keys())
     # All of it before anybody is lost: the first loss would explain away what speaks against two.
-    proof = suspicion.evidence(cluster, in_doubt, turn.now)
+    proof = suspicion.evidence(cluster, sorted(due), turn.now)
     suspicion.tell(turn, [node for node in in_doubt if node not in proof], doubted)
     lost = {}
     for node in sorted(due, key=natural):
         if node not in doubted or node in proof:
-            lost[node] = f"{due[node]}, and {proof[node].why}" if node in proof else due[node]
+            said = f", and {proof[node].why}" if node in doubted else ""
+            lost[node] = f"{due[node]}{said}"
+            missed = due[node] == PEERS_BROKE or (node in proof and proof[node].by_peers)
+            if not missed and suspicion.seated(cluster, cluster.nodes[node]):
+                cluster.given_up[node] = turn.now
     lose_all(turn, lost)
-    for node in lost:
-        by_peers = proof[node].by_peers if node in proof else due[node] == PEERS_BROKE
-        cluster.nodes[node].unproven = not by_peers
 
 
 def _due(turn: Turn, settle_seconds: float) -> dict[NodeId, str]:

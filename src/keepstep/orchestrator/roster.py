@@ -83,7 +83,8 @@ def shares(labels: Mapping[str, str]) -> str:
 @lru_cache(maxsize=65_536)
 def _shared(text: str) -> Mapping[str, str]:
     """The labels of `shares`. Asked for each seat of each generation; racks are few."""
-    return dict(line.split("=", 1) for line in text.splitlines())
+    # A label may hold anything, line breaks among it: what is left of one shares nothing.
+    return {name: value for name, _, value in (s.partition("=") for s in text.splitlines())}
 
 
 def mirror_stride(nodes: Sequence[NodeId], *domains: Sequence[str]) -> int:

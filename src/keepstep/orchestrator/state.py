@@ -99,8 +99,6 @@ class NodeState:
     """When it was lost or found bad last, or when it came back from that."""
     left: bool = False
     """Not alive, but in good order: its stream was closed, and no rank was there."""
-    unproven: bool = False
-    """Not alive, and no peer of its ranks said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,6 +438,8 @@ class Cluster:
     """Living nodes with a free slot, in natural order."""
     doubtful: dict[NodeId, float] = field(default_factory=dict)
     """Living nodes whose stream is closed or whose heartbeats stopped, and since when."""
+    given_up: dict[NodeId, float] = field(default_factory=dict)
+    """Nodes with ranks, lost without a word of their peers, and when. Until they return."""
     drained: tuple[NodeId, ...] = ()
     """Nodes with a reason in NodeState.drained: a tick must not look at all nodes."""
     frozen: str = ""

@@ -75,11 +75,15 @@ def too_many(cluster: Cluster, silent: int) -> bool:
 
 def in_a_crowd(turn: Turn, coming: int) -> bool:
     """Whether one who falls silent now does so with too many: those who are about to be missed as
-    well, and those who were missed a moment ago. In the middle of a crowd neither are enough."""
-    cluster, since = turn.cluster, turn.now - WINDOW_SECONDS
-    if not too_many(cluster, coming + 1 + len(cluster.doubtful)):
+    well, and those who were missed a moment ago. In the middle of a crowd neither are enough. Where
+    it is the share that counts, those who were given up meanwhile are of it, too: else a network
+    that fades loses all its nodes, one by one."""
+    cluster, since = turn.cluster, max(turn.now - WINDOW_SECONDS, 0.0)
+    if not too_many(cluster, coming + 1 + len(cluster.doubtful) + len(cluster.given_up)):
         return False
-    gone = sum(1 for node in cluster.doubtful if cluster.nodes[node].silent_at >= max(since, 0.0))
+    gone = sum(1 for node in cluster.doubtful if cluster.nodes[node].silent_at >= since)
+    if _few(cluster) >= MASS_NODES_MIN:
+        gone += sum(1 for at in cluster.given_up.values() if at >= since)
     return too_many(cluster, coming + 1 + gone)
 
 
@@ -202,7 +206,8 @@ def _lost_together(cluster: Cluster, job: Job, since: float) -> str:
         if cause.rank < 0:
             return f"{job.spec.job} broke at that time, and nobody else is to blame"
         other = cluster.nodes.get(cause.node)
-        if other is not None and not (other.alive or other.left or other.unproven):
+        gone = other is not None and not other.alive and not other.left
+        if gone and cause.node not in cluster.given_up:
             return f"{job.spec.job} lost {cause.node} at that time"
     return ""
 

@@ -24,7 +24,7 @@ STORE_SECONDS_MAX = 300.0
 def main() -> int:
     parser = argparse.ArgumentParser(prog="keepstep.training.store_host")
     parser.add_argument("--port-file", type=Path, required=True)
-    parser.add_argument("--address", default="127.0.0.1", help="for the log; all are listened on")
+    parser.add_argument("--address", default="127.0.0.1", help="where it listens")
     told = parser.parse_args()
     # Names are only for torch's log; do not let a slow name server hold up a rendezvous.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
