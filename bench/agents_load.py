@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import random
 import resource
@@ -234,8 +235,9 @@ class Fleet:
     async def connect(self, connection: Connection, url: str) -> None:
         await self._connect(connection, url, self._secured(connection.agent.node))
 
+    @functools.cache  # noqa: B019  The fleet lives as long as its process.
     def _secured(self, node: NodeId) -> ssl.SSLContext:
-        """Made for each connection: kept, 12,500 of them would fill the memory."""
+        """An agent makes it once. To make it takes as long as a handshake."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         there = self._certificates
@@ -358,7 +360,7 @@ class Fleet:
 
     def report(self, agent: FakeAgent, order: wire.Order, phase: Phase, ranks: list[Rank]) -> None:
         job = self.jobs[order.job]
-        everybody = portion.name_of(range(job.world))
+        everybody = _everybody(job.world)
         seats = tuple(
             wire.SeatReport(
                 rank,
@@ -433,6 +435,12 @@ class Fleet:
         agent.hushed = True
         self._strike(name, "hush")
         tell(event="hushed", node=agent.node, job=name)
+
+
+@functools.cache
+def _everybody(world: int) -> str:
+    """All agents share this loop: what takes a millisecond would take seconds of it."""
+    return portion.name_of(range(world))
 
 
 def tell(**facts: object) -> None:

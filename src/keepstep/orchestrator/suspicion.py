@@ -67,6 +67,8 @@ def too_many(cluster: Cluster, silent: int) -> bool:
     """Whether so many at once are more likely our own fault."""
     if silent < MASS_NODES_MIN:
         return False
+    if silent > _few_of(len(cluster.nodes)):
+        return True
     # Counted no further than decides it: a few of many thousands is the usual case.
     enough = math.ceil(silent / MASS_SHARE_MAX) + 1
     alive = sum(1 for _ in islice(_alive(cluster), enough))
@@ -79,10 +81,12 @@ def in_a_crowd(turn: Turn, coming: int) -> bool:
     it is the share that counts, those who were given up meanwhile are of it, too: else a network
     that fades loses all its nodes, one by one."""
     cluster, since = turn.cluster, max(turn.now - WINDOW_SECONDS, 0.0)
+    if too_many(cluster, coming + 1):
+        return True
     if not too_many(cluster, coming + 1 + len(cluster.doubtful) + len(cluster.given_up)):
         return False
     gone = sum(1 for node in cluster.doubtful if cluster.nodes[node].silent_at >= since)
-    if _few(cluster) >= MASS_NODES_MIN:
+    if len(cluster.nodes) * MASS_SHARE_MAX >= MASS_NODES_MIN:
         gone += sum(1 for at in cluster.given_up.values() if at >= since)
     return too_many(cluster, coming + 1 + gone)
 
