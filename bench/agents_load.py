@@ -458,9 +458,18 @@ async def serve(asked: argparse.Namespace) -> None:
         )
 
     fleet = Fleet(asked, connect)
-    tasks = [asyncio.create_task(agent.stay_connected()) for agent in fleet.agents]
-    tasks.append(asyncio.create_task(fleet.wheel()))
+    # Together: if one of them ends, there is no load any more, and everybody has to hear of it.
+    async with asyncio.TaskGroup() as group:
+        for agent in fleet.agents:
+            group.create_task(agent.stay_connected())
+        group.create_task(fleet.wheel())
+        await obey_commands(fleet)
+        raise SystemExit
+
+
+async def obey_commands(fleet: Fleet) -> None:
     reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
         fleet.do(json.loads(line))

@@ -76,7 +76,8 @@ def test_a_fleet_that_believes_its_own_ears_is_caught(monkeypatch: pytest.Monkey
 
     assert fences(1) == 0
     monkeypatch.setattr(suspicion, "MASS_NODES_MIN", 10_000)
-    assert fences(1) > 0
+    with pytest.raises(Violation, match="was given up, deaf with many, for its silence"):
+        fences(1)
 
 
 def test_a_step_that_is_lost_without_a_word_is_noticed():
