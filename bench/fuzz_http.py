@@ -129,6 +129,9 @@ class Target:
         decoder = wire.Decoder()
         with socket.create_connection(("127.0.0.1", self.port), SECONDS_MAX) as stream:
             stream.sendall(b"POST /v1/agent HTTP/1.1\r\nUpgrade: keepstep-stream\r\n\r\n")
+            head = b""
+            while not head.endswith(b"\r\n\r\n"):
+                head += stream.recv(1)
             hello = wire.Hello(NodeId(node), "127.0.0.1", 4, 1, 2, f"boot-{node}", token=OWN)
             stream.sendall(wire.encode(hello))
             stream.settimeout(0.25)
