@@ -31,6 +31,7 @@ from keepstep.errors import Deposed
 from keepstep.model import JobId, Rank, Severity, Sign, Term
 from keepstep.orchestrator import events
 from keepstep.orchestrator.liveness import VOUCH_STEPS
+from keepstep.orchestrator.run import JOURNAL_AWAY
 from keepstep.orchestrator.state import place_key
 from keepstep.orchestrator.stepped import Stepped
 from keepstep.wire import Health, Observed, Stalled, StallFact
@@ -376,7 +377,7 @@ class Faults(World):
         self.journal.away = False
         if self.leader is not None:
             self.leader.go_on(self.now)
-            self.feed(events.ControlPlaneBack(seconds, "the journal was away"))
+            self.feed(events.ControlPlaneBack(seconds, JOURNAL_AWAY))
         if lost:
             self._all_come_back()
             wait = RECONNECT_SECONDS + SILENCE_SEEN_SECONDS

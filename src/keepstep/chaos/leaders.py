@@ -197,8 +197,7 @@ class Leaders:
         def strike(leader: str) -> None:
             place = self._place_of(leader)
             network.part(place, others)
-            heal = lambda _: network.unite(place, others)  # noqa: E731
-            self._points.returns(place, 3 * RETURN_SECONDS, heal)
+            self._points.returns(place, 3 * RETURN_SECONDS, lambda _: network.unite(place, others))
 
         return self._during_recovery(fault, strike, leader_lives=leader_lives)
 
