@@ -36,20 +36,24 @@ def to_plain(value: object) -> Any:
     if kind is tuple or kind is list:
         items: Any = value
         return [item if type(item) in _AS_IS else to_plain(item) for item in items]
-    shape = _SHAPES.get(kind) or (_shape(kind) if dataclasses.is_dataclass(kind) else None)
-    if shape is not None:
-        names, values = shape
-        plain = dict(zip(names, values(value), strict=True))
-        for name, item in plain.items():
-            if type(item) not in _AS_IS:
-                plain[name] = to_plain(item)
-        return plain
-    if isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, frozenset):
-        return sorted(to_plain(item) for item in value)
-    assert isinstance(value, Mapping), f"{kind.__name__} has no wire form"
-    return {str(key): to_plain(item) for key, item in value.items()}
+    if kind is dict:
+        return {str(key): to_plain(item) for key, item in typing.cast(Any, value).items()}
+    shape = _SHAPES.get(kind)
+    if shape is None:
+        if isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, frozenset):
+            return sorted(to_plain(item) for item in value)
+        if isinstance(value, Mapping):
+            return {str(key): to_plain(item) for key, item in value.items()}
+        assert dataclasses.is_dataclass(kind), f"{kind.__name__} has no wire form"
+        shape = _shape(kind)
+    names, values = shape
+    plain = dict(zip(names, values(value), strict=True))
+    for name, item in plain.items():
+        if type(item) not in _AS_IS:
+            plain[name] = to_plain(item)
+    return plain
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +140,10 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-_Reader = Callable[[object, str], Any]
+_Path = Any
+"""Where a value is: a name, or (where its owner is, the name of its field). Put together only for
+who has to be told: messages are many, and nearly all of them are right."""
+_Reader = Callable[[object, _Path], Any]
 
 
 def _shape(kind: Any) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
@@ -182,18 +189,17 @@ def _dataclass(kind: Any) -> _Reader:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
 
-    def read(plain: object, path: str) -> Any:
+    def read(plain: object, path: _Path) -> Any:
         if not isinstance(plain, dict):
-            raise WireError(f"{path}: expected an object, got {type(plain).__name__}")
+            raise WireError(f"{_at(path)}: expected an object, got {type(plain).__name__}")
         if not readers:
             readers.update({name: _reader(hints[name]) for name in fields})
-        unknown = plain.keys() - fields.keys()
-        if unknown:
-            raise WireError(f"{path}: unknown key {_quoted(min(unknown))}")
-        missing = required - plain.keys()
-        if missing:
-            raise WireError(f"{path}: missing key {min(missing)!r}")
-        return kind(**{k: readers[k](v, f"{path}.{k}") for k, v in plain.items()})
+        keys = plain.keys()
+        if not keys <= readers.keys():
+            raise WireError(f"{_at(path)}: unknown key {_quoted(min(keys - readers.keys()))}")
+        if not required <= keys:
+            raise WireError(f"{_at(path)}: missing key {min(required - keys)!r}")
+        return kind(**{k: readers[k](v, (path, k)) for k, v in plain.items()})
 
     return read
 
@@ -202,7 +208,7 @@ def _union(options: tuple[Any, ...]) -> _Reader:
     plain_options = [o for o in options if o is not type(None)]
     optional = len(plain_options) < len(options)
 
-    def read(plain: object, path: str) -> Any:
+    def read(plain: object, path: _Path) -> Any:
         if plain is None and optional:
             return None
         problem: WireError | None = None
@@ -211,20 +217,20 @@ def _union(options: tuple[Any, ...]) -> _Reader:
                 return _reader(option)(plain, path)
             except WireError as error:
                 problem = error
-        raise problem or WireError(f"{path}: null is not allowed")
+        raise problem or WireError(f"{_at(path)}: null is not allowed")
 
     return read
 
 
 def _sequence(origin: Any, args: tuple[Any, ...]) -> _Reader:
-    def read(plain: object, path: str) -> Any:
+    def read(plain: object, path: _Path) -> Any:
         if not isinstance(plain, list):
-            raise WireError(f"{path}: expected a list, got {type(plain).__name__}")
+            raise WireError(f"{_at(path)}: expected a list, got {type(plain).__name__}")
         if len(plain) > ITEMS_MAX:
-            raise WireError(f"{path}: {len(plain)} items, at most {ITEMS_MAX}")
+            raise WireError(f"{_at(path)}: {len(plain)} items, at most {ITEMS_MAX}")
         if origin is tuple and (len(args) != 2 or args[1] is not Ellipsis):
             if len(plain) != len(args):
-                raise WireError(f"{path}: expected {len(args)} items, got {len(plain)}")
+                raise WireError(f"{_at(path)}: expected {len(args)} items, got {len(plain)}")
             return tuple(_reader(a)(p, path) for a, p in zip(args, plain, strict=True))
         item = _reader(args[0])
         return origin(item(p, path) for p in plain)
@@ -233,14 +239,14 @@ def _sequence(origin: Any, args: tuple[Any, ...]) -> _Reader:
 
 
 def _mapping(key: Any, value: Any) -> _Reader:
-    def read(plain: object, path: str) -> Any:
+    def read(plain: object, path: _Path) -> Any:
         if not isinstance(plain, dict):
-            raise WireError(f"{path}: expected an object, got {type(plain).__name__}")
+            raise WireError(f"{_at(path)}: expected an object, got {type(plain).__name__}")
         if len(plain) > ITEMS_MAX:
-            raise WireError(f"{path}: {len(plain)} items, at most {ITEMS_MAX}")
+            raise WireError(f"{_at(path)}: {len(plain)} items, at most {ITEMS_MAX}")
         item = _reader(value)
         key_reader = _key_reader(key)
-        return {key_reader(k, path): item(v, f"{path}.{k[:40]}") for k, v in plain.items()}
+        return {key_reader(k, path): item(v, (path, k)) for k, v in plain.items()}
 
     return read
 
@@ -252,43 +258,47 @@ def _key_reader(key: Any) -> _Reader:
     if key is not int:
         return _reader(key)
 
-    def read(plain: object, path: str) -> Any:
+    def read(plain: object, path: _Path) -> Any:
         try:
             return int(str(plain))
         except ValueError:
-            raise WireError(f"{path}: key {_quoted(plain)} is not a number") from None
+            raise WireError(f"{_at(path)}: key {_quoted(plain)} is not a number") from None
 
     return read
 
 
 def _enum(kind: Any) -> _Reader:
-    def read(plain: object, path: str) -> Any:
+    def read(plain: object, path: _Path) -> Any:
         try:
             # Only a scalar: the enum's own error would quote all of a list.
             return kind(plain if isinstance(plain, str | int) else None)
         except ValueError:
-            raise WireError(f"{path}: {_quoted(plain)} is not a {kind.__name__}") from None
+            raise WireError(f"{_at(path)}: {_quoted(plain)} is not a {kind.__name__}") from None
 
     return read
 
 
 def _one_of(allowed: frozenset[object]) -> _Reader:
-    def read(plain: object, path: str) -> Any:
+    def read(plain: object, path: _Path) -> Any:
         if not isinstance(plain, str | int) or plain not in allowed:
             known = sorted(map(str, allowed))
-            raise WireError(f"{path}: {_quoted(plain)} is not one of {known}")
+            raise WireError(f"{_at(path)}: {_quoted(plain)} is not one of {known}")
         return plain
 
     return read
 
 
 def _exactly(kind: type) -> _Reader:
-    def read(plain: object, path: str) -> Any:
+    def read(plain: object, path: _Path) -> Any:
         if not isinstance(plain, kind):
-            raise WireError(f"{path}: expected {kind.__name__}, got {type(plain).__name__}")
+            raise WireError(f"{_at(path)}: expected {kind.__name__}, got {type(plain).__name__}")
         return kind(plain)
 
     return read
+
+
+def _at(path: _Path) -> str:
+    return path if isinstance(path, str) else f"{_at(path[0])}.{path[1][:40]}"
 
 
 def _quoted(plain: object) -> str:
@@ -297,24 +307,24 @@ def _quoted(plain: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def _integer(plain: object, path: str) -> int:
+def _integer(plain: object, path: _Path) -> int:
     """Within 64 bits: JSON has no bound, and a number of 4,000 digits is nobody's step."""
     # Not isinstance: bool is an int in Python, but a flag is no number on the wire.
     if type(plain) is not int:
-        raise WireError(f"{path}: expected int, got {type(plain).__name__}")
+        raise WireError(f"{_at(path)}: expected int, got {type(plain).__name__}")
     if not -INTEGER_BOUND <= plain < INTEGER_BOUND:
-        raise WireError(f"{path}: a number beyond 64 bits")
+        raise WireError(f"{_at(path)}: a number beyond 64 bits")
     return plain
 
 
-def _float(plain: object, path: str) -> float:
+def _float(plain: object, path: _Path) -> float:
     """A number that can be written down again: 1e999 reads as infinity."""
     if type(plain) is int:
         return float(_integer(plain, path))
     if type(plain) is not float:
-        raise WireError(f"{path}: expected float, got {type(plain).__name__}")
+        raise WireError(f"{_at(path)}: expected float, got {type(plain).__name__}")
     if not math.isfinite(plain):
-        raise WireError(f"{path}: a number beyond all floats")
+        raise WireError(f"{_at(path)}: a number beyond all floats")
     return plain
 
 

@@ -37,7 +37,7 @@ class OrchestratorConfig:
 
     silent_seconds_max: float = 3.5
     """A node that says nothing for this long is lost, unless a running job's policy asks for less.
-    Seven heartbeats up to 4,000 nodes, two at 12,500: a loaded machine misses a few, and 5 s is
+    Seven heartbeats up to 1,000 nodes, two from 3,000 on: a loaded machine misses a few, and 5 s is
     what detection may take in all."""
     pulse_seconds: float = 1.0
     """Our own heartbeat to each agent. An agent that hears nothing for 4 s looks for another

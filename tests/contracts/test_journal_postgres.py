@@ -22,7 +22,15 @@ from keepstep.clock import VirtualClock
 from keepstep.config import OrchestratorConfig
 from keepstep.errors import ConfigError, Deposed, Permanent, Transient
 from keepstep.model import JobId, NodeId, Term
-from keepstep.orchestrator import journal_postgres, journal_schema, replica, state, stepped
+from keepstep.orchestrator import (
+    journal_postgres,
+    journal_schema,
+    journal_sql,
+    lease,
+    replica,
+    state,
+    stepped,
+)
 from keepstep.orchestrator.__main__ import EXIT_USAGE, main
 from keepstep.orchestrator.journal import Entry, Standing, grow, verify
 from keepstep.orchestrator.journal_postgres import PostgresJournal
@@ -194,6 +202,42 @@ def test_every_write_makes_the_lease_longer_and_an_empty_one_does_only_that(plac
     assert now.lease_seconds == LONG
 
 
+def test_the_lease_of_a_loop_that_is_late_is_kept_from_beside_it(place: Place):
+    first, second = place.journal("one", 1.0), place.journal("two", 1.0)
+    standing = first.begin_term()
+    fares = {"away": False, "written_seconds_ago": 0.6, "lease_seconds": 1.0}
+    said: list[str] = []
+    with lease.kept(first, standing.term, lambda: fares, lambda name, **_: said.append(name)):
+        deadline = time.monotonic() + 3.0
+        while time.monotonic() < deadline:
+            with pytest.raises(Transient, match="one leads term"):
+                second.begin_term()
+            time.sleep(0.05)
+    assert "lease.prolonged" in said
+    assert again(lambda: second.begin_term()).term == standing.term + 1
+    # A term that is over has no lease to keep.
+    before = second.look().lease_seconds_left
+    first.prolong(standing.term)
+    assert second.look().lease_seconds_left <= before
+    with pytest.raises(Deposed):
+        first.append(standing.term, standing.head, ())
+
+
+def test_a_lease_is_never_made_shorter_and_a_broken_connection_is_replaced(place: Place):
+    journal = place.journal("one", LONG)
+    term = journal.begin_term().term
+    brief = place.journal("one", 1.0)
+    brief.prolong(term)
+    assert journal.look().lease_seconds_left > LONG / 2
+    place.look(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE query LIKE '%greatest(expires_at, clock_timestamp()%' AND pid <> pg_backend_pid()"
+    )
+    with pytest.raises(Transient, match="the lease"):
+        brief.prolong(term)
+    brief.prolong(term)
+
+
 def test_who_comes_back_under_its_name_need_not_wait_and_who_leaves_lets_go(place: Place):
     killed, returned, other = place.journal("one"), place.journal("one"), place.journal("two")
     killed.begin_term()
@@ -273,7 +317,7 @@ def test_a_lease_that_is_let_go_of_while_another_asks_for_it_is_no_accident(
     asked = []
 
     def between(self: Any, query: Any, *rest: Any, **more: Any) -> Any:
-        if query == journal_postgres._LEASE:
+        if query == journal_sql.LEASE:
             asked.append(query)
             # Of another thread, since it has to be committed before we go on.
             place.threads.submit(place.look, let_go).result(SECONDS_MAX)

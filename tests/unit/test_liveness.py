@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from keepstep.config import OrchestratorConfig
 from keepstep.model import Generation, JobId, NodeId
 from keepstep.orchestrator.liveness import (
     Liveness,
@@ -12,6 +13,7 @@ from keepstep.orchestrator.liveness import (
     quiet_nodes,
     silent_nodes,
 )
+from keepstep.orchestrator.ticking import TICK_SECONDS_MIN, until_tick
 from keepstep.wire import JobPulse
 
 
@@ -125,10 +127,19 @@ def test_two_missed_heartbeats_make_a_node_quiet_long_before_it_is_silent():
     assert quiet_nodes(heard(a=10.0, b=9.0, c=8.9), 10.0) == {"c"}
 
 
+def test_thousands_of_quiet_nodes_are_not_looked_at_with_every_tick():
+    alive = Liveness()
+    alive.witness.hear(JobPulse(JobId("j"), Generation(1), 5, 5, 1.0))
+    few, many = [NodeId("a")], [NodeId(f"n{i}") for i in range(5000)]
+    assert [alive.asks_jobs(["j"], few, 10.0 + i / 100) for i in range(3)] == [True] * 3
+    asked = [alive.asks_jobs(["j"], many, 20.0 + i / 10) for i in range(30)]
+    assert [i for i, yes in enumerate(asked) if yes] == [0, 10, 20]
+
+
 def test_many_agents_are_asked_to_speak_less_often_but_twice_before_they_count_as_silent():
     assert beat_seconds(10, 3.5) == 0.5
-    assert beat_seconds(4000, 3.5) == 0.5
-    assert beat_seconds(8000, 3.5) == 1.0
+    assert beat_seconds(1000, 3.5) == 0.5
+    assert beat_seconds(2000, 3.5) == 1.0
     assert 2 * beat_seconds(100_000, 3.5) < 3.5
     assert 2 * beat_seconds(100_000, 1.0) < 1.0
 
@@ -137,3 +148,10 @@ def test_a_node_is_quiet_after_two_heartbeats_whatever_their_pace():
     known = heard(a=10.0, b=12.0)
     assert quiet_nodes(known, 12.5) == {"a"}
     assert quiet_nodes(known, 12.5, 1.5) == set()
+
+
+def test_ticks_come_less_often_while_thousands_are_in_doubt():
+    config = OrchestratorConfig()
+    overdue = [until_tick(0.0, 10.0, config, 2.0, doubtful) for doubtful in (0, 10, 5000)]
+    assert overdue == [TICK_SECONDS_MIN, TICK_SECONDS_MIN, 1.0]
+    assert until_tick(10.05, 10.0, config, 2.0, 10) == pytest.approx(0.05)

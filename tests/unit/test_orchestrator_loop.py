@@ -132,6 +132,22 @@ def test_an_order_leaves_only_after_its_step_is_on_disk(scene: Scene):
     assert any(isinstance(m, wire.Order) for m in scene.stream.sent)
 
 
+def test_a_long_queue_is_written_in_slices_of_time(scene: Scene, monkeypatch: pytest.MonkeyPatch):
+    def slow(*arguments: object) -> brain.Decision:
+        scene.clock.advance_to(scene.clock.now() + 0.04)
+        return step(*arguments)  # type: ignore[arg-type]
+
+    scene.feed(HELLO, SUBMITTED)
+    scene.happened.clear()
+    step = brain.step
+    monkeypatch.setattr(brain, "step", slow)
+    waiting = [Waiting(publish(scene, number)) for number in range(1, 8)]
+    asyncio.run(scene.loop._until_written(waiting))
+    assert scene.happened.count("on disk") == 3
+    assert scene.happened.count("sent") == 7
+    assert scene.loop.cluster.jobs[JOB].published_step == 7
+
+
 def test_events_that_wait_together_share_one_write(scene: Scene):
     scene.feed(HELLO, SUBMITTED)
     assert scene.happened.count("on disk") == 1

@@ -27,7 +27,7 @@ from keepstep.config import OrchestratorConfig, load
 from keepstep.errors import Alone, Behind, ConfigError, Deposed, Transient
 from keepstep.ledger.signing import Signer
 from keepstep.model import NodeId, Term
-from keepstep.orchestrator import alerts, replica
+from keepstep.orchestrator import alerts, lease, replica
 from keepstep.orchestrator.access import Gate
 from keepstep.orchestrator.api import Api
 from keepstep.orchestrator.exporting import signer_of
@@ -42,6 +42,9 @@ from keepstep.orchestrator.tokens import Tokens
 
 EXIT_USAGE = 2
 EXIT_DEPOSED = 3
+SWITCH_SECONDS = 0.001
+"""How long a thread keeps the interpreter from our loop: one that reads along in the journal must
+not make every turn of a handshake 5 ms longer."""
 FILES_BESIDES = 64
 """Open files that are no connection: the journal, logs, the loop's own."""
 
@@ -52,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = load(OrchestratorConfig, asked.config, os.environ)
         logs.configure(asked.log_format or config.log_format)
         _allow_many_files(config.connections_max)
+        sys.setswitchinterval(SWITCH_SECONDS)
         token = _token(asked.token_file)
         mapping = asked.alerts or config.alerts_file
         rules = alerts.load(Path(mapping)) if mapping else {}
@@ -165,7 +169,9 @@ async def _follow_and_lead(
         begun = await follower.until_leading(above, wait_seconds)
         wait_seconds = 0.0
         try:
-            await place.lead(door, begun).run()
+            leader = place.lead(door, begun)
+            with lease.kept(journal, leader.term, leader.keeping, log):
+                await leader.run()
         except Deposed as error:
             log("following", why=str(error))
         except Behind as error:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import compress, repeat
+from operator import is_
 from typing import cast
 
 from keepstep import portion
@@ -22,14 +24,24 @@ from keepstep.orchestrator.state import Job, in_migration
 from keepstep.orchestrator.turn import Turn
 from keepstep.wire import PhaseReport, SeatReport
 
+GROUPS_FEW = 8
+"""So few are gathered one by one, faster than all of them rank by rank."""
+
 
 def distinct(reports: Iterable[SeatReport]) -> list[SeatReport]:
     """Each report once, however many ranks share it."""
-    return list({id(report): report for report in reports}.values())
+    # No line of Python per rank, here and below: there may be thousands, in every phase.
+    told = tuple(reports)
+    return list(dict(zip(map(id, told), told, strict=True)).values())
 
 
 def groups(reports: Mapping[Rank, SeatReport]) -> list[tuple[SeatReport, list[Rank]]]:
     """Each report with the ranks that share it."""
+    if len(few := distinct(reports.values())) <= GROUPS_FEW:
+        return [
+            (report, list(compress(reports, map(is_, reports.values(), repeat(report)))))
+            for report in few
+        ]
     found: dict[int, tuple[SeatReport, list[Rank]]] = {}
     for rank, report in reports.items():
         known = found.get(id(report))

@@ -131,6 +131,10 @@ class Journal(Protocol):
 class SharedJournal(Journal, Protocol):
     """What followers need besides: a journal that others write, and that they read."""
 
+    def prolong(self, term: Term) -> None:
+        """Make this term's lease longer, and nothing else; from another thread than the writer's.
+        Transient if the store does not answer."""
+
     def look(self) -> Look:
         """Who leads, and for how long at least."""
 

@@ -17,8 +17,9 @@ it does not, and the write is sent again. One that arrives late finds that the h
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from keepstep import codec
 from keepstep.errors import ConfigError, Deposed, Permanent, Transient
 from keepstep.model import Term
 from keepstep.orchestrator import journal_schema
+from keepstep.orchestrator import journal_sql as sql
 from keepstep.orchestrator.cut_off import cut_off_late
 from keepstep.orchestrator.journal import (
     CLUSTER,
@@ -78,103 +80,6 @@ SETTINGS = {
 }
 """Unless the URL says otherwise."""
 
-_PREPARE = """
-SELECT set_config('statement_timeout', '10s', false),
-    set_config('lock_timeout', '5s', false),
-    -- A write in doubt, or one of a stopped leader, must not keep the row locked.
-    set_config('idle_in_transaction_session_timeout', '10s', false),
-    set_config('default_transaction_isolation', 'read committed', false),
-    -- An order leaves after its step is on disk; stricter settings of the server stay.
-    set_config('synchronous_commit',
-        CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on'
-        ELSE current_setting('synchronous_commit') END, false)
-"""
-_HURRY = "SELECT set_config('lock_timeout', %s, false)"
-_BEGIN = """
-WITH before AS (
-    SELECT expires_at, written_at FROM keepstep.standing
-    WHERE (%(returning)s AND holder = %(holder)s) OR expires_at <= clock_timestamp()
-    FOR UPDATE  -- Of nobody whose lease goes on.
-)
-UPDATE keepstep.standing s
-SET term = greatest(s.term, %(above)s) + 1, holder = %(holder)s,
-    endpoint = %(endpoint)s, endpoint_term = greatest(s.term, %(above)s) + 1,
-    expires_at = clock_timestamp() + make_interval(secs => %(lease)s),
-    written_at = clock_timestamp()
-FROM before  -- Anybody's last write: who writes no written_at has a lease all the same.
-RETURNING s.term, CASE WHEN before.expires_at = '-infinity' THEN 0.0 ELSE
-    greatest(0.0, extract(epoch FROM clock_timestamp() - CASE  -- No lease is longer.
-        WHEN before.written_at >= before.expires_at - make_interval(secs => %(longest)s)
-        THEN before.written_at
-        ELSE before.expires_at - make_interval(secs => %(lease)s) END)::float8) END
-"""
-_LEASE = """
-SELECT term, holder, extract(epoch FROM
-    -- By now its holder may have let go of it, or an older Keepstep have left -infinity there.
-    greatest(expires_at, clock_timestamp()) - clock_timestamp())::float8,
-    seq, CASE WHEN endpoint_term = term THEN endpoint ELSE '' END
-FROM keepstep.standing
-"""
-_LET_GO = """
-UPDATE keepstep.standing SET expires_at = clock_timestamp(), written_at = clock_timestamp()
-WHERE term = %s
-"""
-_STANDING = """
-SELECT s.term, s.seq, s.head, s.holder, h.chain, h.number, h.hash
-FROM keepstep.standing s LEFT JOIN keepstep.heads h ON true
-"""
-_LEAD = """
-WITH lead AS (
-    UPDATE keepstep.standing
-    SET seq = %(seq)s, head = %(head)s,
-        expires_at = clock_timestamp() + make_interval(secs => %(lease)s),
-        written_at = clock_timestamp()
-    WHERE term = %(term)s AND head = %(expected)s
-    RETURNING term
-), linked AS (
-    INSERT INTO keepstep.links (chain, number, hash, seq, body)
-    SELECT new.* FROM lead, unnest(%(chains)s::text[], %(numbers)s::bigint[], %(hashes)s::text[],
-        %(seqs)s::bigint[], %(bodies)s::text[]) AS new
-), headed AS (
-    INSERT INTO keepstep.heads (chain, number, hash)
-    SELECT new.* FROM lead, unnest(%(head_chains)s::text[], %(head_numbers)s::bigint[],
-        %(head_hashes)s::text[]) AS new
-    ON CONFLICT (chain) DO UPDATE SET number = excluded.number, hash = excluded.hash
-),"""
-_APPEND = (
-    _LEAD
-    + """
-entered AS (
-    INSERT INTO keepstep.entries (seq, body)
-    SELECT new.* FROM lead, unnest(%(entry_seqs)s::bigint[], %(entry_bodies)s::text[]) AS new
-)
-SELECT term FROM lead
-"""
-)
-_SNAPSHOT = (
-    _LEAD
-    + """
-kept AS (
-    INSERT INTO keepstep.snapshots (seq, link, body)
-    SELECT %(at_seq)s, %(link)s, %(state)s FROM lead
-    ON CONFLICT (seq) DO UPDATE SET link = excluded.link, body = excluded.body
-), forgotten AS (
-    -- This statement does not see its own insert: it keeps one less of the others.
-    DELETE FROM keepstep.snapshots USING lead
-    WHERE seq > 0 AND seq <> %(at_seq)s AND seq NOT IN (
-        SELECT seq FROM keepstep.snapshots WHERE seq <> %(at_seq)s ORDER BY seq DESC
-        LIMIT %(others)s)
-)
-SELECT term FROM lead
-"""
-)
-_TAIL = "SELECT seq, body FROM keepstep.entries WHERE seq > %s ORDER BY seq LIMIT %s"
-_PAGE = """
-SELECT number, hash, coalesce(links.body, entries.body)
-FROM keepstep.links LEFT JOIN keepstep.entries USING (seq)
-WHERE chain = %s AND number > %s ORDER BY number LIMIT 500
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class _Chains:
@@ -219,6 +124,8 @@ class PostgresJournal:
         """Writes that may have landed, by the head that they would have left."""
         self._moved: dict[str, str] = {}
         """Where our own snapshots, which we gave up and which landed, moved the caller's head."""
+        self._beside: Connection | None = None
+        """For the thread that keeps the lease, and for nobody else."""
 
     # ---------------------------------------------------------------- the lease
 
@@ -230,10 +137,10 @@ class PostgresJournal:
             # The lease and the chains in one transaction, with the row locked: nobody writes
             # between the two.
             with connection.transaction():
-                taken = connection.execute(_BEGIN, asked).fetchone()
+                taken = connection.execute(sql.BEGIN, asked).fetchone()
                 self._returning = False
                 if taken is None:
-                    raise _leads_already(connection.execute(_LEASE).fetchone())
+                    raise _leads_already(connection.execute(sql.LEASE).fetchone())
                 chains = _read_chains(connection)
         self._chains, self._led, self._doubts, self._moved = chains, chains.term, {}, {}
         heads = {chain: hash_ for chain, (_, hash_) in chains.places.items() if chain != CLUSTER}
@@ -241,17 +148,30 @@ class PostgresJournal:
 
     def look(self) -> Look:
         with self._session(BRIEF_SECONDS_MAX) as connection:
-            row = connection.execute(_LEASE).fetchone()
+            row = connection.execute(sql.LEASE).fetchone()
         assert row is not None, "the one row of the standing is there since the first migration"
         term, holder, seconds, seq, endpoint = row
         return Look(Term(term), seq, holder, endpoint, max(0.0, seconds))
+
+    def prolong(self, term: Term) -> None:
+        """On a connection of its own, because it is another thread's. What fails is tried again."""
+        try:
+            if self._beside is None:
+                self._beside = self._connect(migrate=False)
+            with cut_off_late(self._beside.fileno(), BRIEF_SECONDS_MAX):
+                self._beside.execute(sql.PROLONG, {"term": term, "lease": self._lease})
+        except self._psycopg.Error as error:
+            if self._beside is not None:
+                self._beside.close()
+            self._beside = None
+            raise Transient(f"the lease: {_in_a_line(error)}", RETRY_SECONDS) from error
 
     def let_go(self) -> None:
         """Of the lease, if it is still ours and the database is there to be told."""
         if self._led is not None:
             try:
                 with self._session(BRIEF_SECONDS_MAX) as connection:
-                    connection.execute(_LET_GO, (self._led,))
+                    connection.execute(sql.LET_GO, (self._led,))
             except (Transient, Permanent, ConfigError):
                 pass  # It ends by itself.
         self._led = None
@@ -259,6 +179,8 @@ class PostgresJournal:
     def close(self) -> None:
         self.let_go()
         self._drop()
+        if self._beside is not None:
+            self._beside.close()
         if self._connecting is not None:
             self._connecting.add_done_callback(_close_unused)
         self._threads.shutdown(wait=False)
@@ -275,9 +197,9 @@ class PostgresJournal:
             return grow(term, chains.seq, chains.places, entries)
 
         def send(connection: Connection, rows: dict[str, Any], growth: Growth) -> bool:
-            rows["entry_seqs"], rows["entry_bodies"] = _columns(growth.entries, 2)
+            rows["entries"] = _document(("seq", "body"), growth.entries)
             rows["lease"] = lease
-            return connection.execute(_APPEND, rows).fetchone() is not None
+            return connection.execute(sql.APPEND, rows).fetchone() is not None
 
         return self._write(term, expected_head, growth_on, send, BRIEF_SECONDS_MAX)
 
@@ -297,7 +219,7 @@ class PostgresJournal:
         def send(connection: Connection, rows: dict[str, Any], growth: Growth) -> bool:
             link, _ = growth.heads[CLUSTER]
             rows |= {"at_seq": at_seq, "link": link, "state": body, "others": SNAPSHOTS_KEPT - 1}
-            return connection.execute(_SNAPSHOT, rows).fetchone() is not None
+            return connection.execute(sql.SNAPSHOT, rows).fetchone() is not None
 
         return self._write(term, expected_head, growth_on, send, CALL_SECONDS_MAX)
 
@@ -363,11 +285,10 @@ class PostgresJournal:
         _, head = growth.heads.get(CLUSTER, (0, chains.head))
         rows: dict[str, Any] = {"term": term, "expected": chains.head, "lease": self._lease}
         rows |= {"seq": growth.seq, "head": head}
-        links = ("chains", "numbers", "hashes", "seqs", "bodies")
-        rows |= dict(zip(links, _columns(growth.links, 5), strict=True))
+        rows["links"] = _document(("chain", "number", "hash", "seq", "body"), growth.links)
         grown = [(chain, *place) for chain, place in growth.heads.items()]
-        heads = ("head_chains", "head_numbers", "head_hashes")
-        return rows | dict(zip(heads, _columns(grown, 3), strict=True))
+        rows["heads"] = _document(("chain", "number", "hash"), grown)
+        return rows
 
     # ---------------------------------------------------------------- reading
 
@@ -394,14 +315,14 @@ class PostgresJournal:
 
     def tail(self, after: int) -> tuple[tuple[int, str], ...]:
         with self._session(CALL_SECONDS_MAX) as connection:
-            return tuple(connection.execute(_TAIL, (after, TAIL_ENTRIES_MAX)).fetchall())
+            return tuple(connection.execute(sql.TAIL, (after, TAIL_ENTRIES_MAX)).fetchall())
 
     def export(self, chain: str, after: int = 0) -> Iterator[Link]:
         # Pages rather than one cursor: the loop appends between two pages and nothing is locked.
         number = after
         while True:
             with self._session(BRIEF_SECONDS_MAX) as connection:
-                rows = connection.execute(_PAGE, (chain, number)).fetchall()
+                rows = connection.execute(sql.PAGE, (chain, number)).fetchall()
             if not rows:
                 return
             for number, hash_, body in rows:
@@ -449,13 +370,14 @@ class PostgresJournal:
         self._connecting, self._connection, self._was_connected = None, connection, True
         return connection
 
-    def _connect(self) -> Connection:
+    def _connect(self, *, migrate: bool = True) -> Connection:
         connection: Connection = self._psycopg.connect(**self._settings, autocommit=True)
         try:
             with cut_off_late(connection.fileno(), CALL_SECONDS_MAX):
-                connection.execute(_PREPARE)
-                journal_schema.migrate(connection)
-                connection.execute(_HURRY, (f"{LOCK_SECONDS_MAX}s",))
+                connection.execute(sql.PREPARE)
+                if migrate:
+                    journal_schema.migrate(connection)
+                connection.execute(sql.HURRY, (f"{LOCK_SECONDS_MAX}s",))
         except (ConfigError, self._psycopg.Error):
             connection.close()
             raise
@@ -506,7 +428,7 @@ def _reads_well(settings: dict[str, Any]) -> bool:
 
 def _read_chains(connection: Connection) -> _Chains:
     """Where everything stands, in one statement: no write can come in between."""
-    rows = connection.execute(_STANDING).fetchall()
+    rows = connection.execute(sql.STANDING).fetchall()
     term, seq, head, holder = rows[0][:4]
     places = {row[4]: (int(row[5]), str(row[6])) for row in rows if row[4] is not None}
     return _Chains(Term(term), seq, head, holder, places)
@@ -536,9 +458,9 @@ def _entries_after(connection: Connection, seq: int) -> tuple[dict[str, Any], ..
     return tuple(codec.loads(body)["entry"] for (body,) in rows)
 
 
-def _columns(rows: Sequence[tuple[Any, ...]], width: int) -> list[list[Any]]:
-    """Rows as the arrays that `unnest` takes."""
-    return [[row[column] for row in rows] for column in range(width)]
+def _document(names: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
+    """Rows as `json_to_recordset` takes them. A text comes out of it as it went in."""
+    return json.dumps([dict(zip(names, row, strict=True)) for row in rows])
 
 
 def _in_a_line(error: Exception) -> str:

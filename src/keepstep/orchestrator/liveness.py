@@ -15,13 +15,14 @@ from keepstep.model import Generation, JobId, NodeId
 from keepstep.wire import Heartbeat, JobPulse
 
 BEAT_SECONDS_MIN = 0.5
-BEATS_PER_SECOND_MAX = 8000
-"""What one core takes in beside its other work, with TLS."""
+BEATS_PER_SECOND_MAX = 2000
+"""A quarter of what one core takes in, with TLS: the rest of it is for what happens."""
 BEATS_PER_SILENCE = 2.3
 """Heartbeats that a node may send before it counts as silent: two may be late, never the third."""
 QUIET_BEATS = 2
 """A node that has missed so many is looked at more often."""
 QUIET_LOOK_SECONDS = 0.25
+QUIET_MANY = 100
 LOOKS_PER_SECOND_MAX = 5_000
 """At quiet nodes, of 10 microseconds each."""
 
@@ -86,6 +87,8 @@ class Liveness:
     heartbeats: dict[NodeId, Heartbeat] = field(default_factory=dict)
     witness: Witness = field(default_factory=Witness)
     vouched: dict[NodeId, float] = field(default_factory=dict)
+    _look_at: float = 0.0
+    """When quiet nodes are looked at again."""
 
     def jobs_on(self, node: NodeId) -> tuple[JobId, ...]:
         """By its last heartbeat."""
@@ -109,6 +112,22 @@ class Liveness:
             self.heartbeats.pop(node, None)
         return found
 
+    def asks_jobs(self, open_jobs: Iterable[JobId], quiet: Collection[NodeId], now: float) -> bool:
+        """Whether to ask the jobs' steps about quiet nodes: not too often, if there are thousands.
+        What was vouched for others is forgotten."""
+        if now < self._look_at:
+            return False
+        self._look_at = now + (look_seconds(len(quiet)) if len(quiet) > QUIET_MANY else 0.0)
+        self.witness.forget_others(open_jobs)
+        self.vouched = {node: at for node, at in self.vouched.items() if node in quiet}
+        return bool(self.witness.progress)
+
+    def vouch(self, quiet: Mapping[NodeId, Iterable[JobId]], now: float) -> tuple[NodeId, ...]:
+        """Of the quiet nodes (and the jobs with ranks there), those that must still be training."""
+        found = self.witness.vouches(quiet)
+        self.vouched.update(dict.fromkeys(found, now))
+        return found
+
     def hear(self, beat: Heartbeat, now: float) -> None:
         self.last_heard[beat.node] = now
         self.heartbeats[beat.node] = beat
@@ -130,9 +149,9 @@ def quiet_nodes(
     return {node for node, heard in last_heard.items() if heard < since}
 
 
-def look_seconds(quiet: Collection[NodeId]) -> float:
+def look_seconds(quiet: int) -> float:
     """How soon to look again: where thousands are quiet at once, a look at each costs time."""
-    return max(QUIET_LOOK_SECONDS, len(quiet) / LOOKS_PER_SECOND_MAX)
+    return max(QUIET_LOOK_SECONDS, quiet / LOOKS_PER_SECOND_MAX)
 
 
 def last_known(heard: float, vouched: float | None) -> float:

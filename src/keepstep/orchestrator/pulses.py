@@ -18,6 +18,10 @@ from keepstep.orchestrator.streams import AgentStream
 SLICE = 100
 """Streams that are written to without a break, if we are in time: a few milliseconds, with TLS."""
 
+PULSES_PER_SECOND_MAX = 2000
+PULSE_SECONDS_MAX = 1.3
+"""Very many are told a little less often: an agent that hears nothing for 4 s leaves."""
+
 
 class Frames:
     """The pulses of one moment."""
@@ -50,6 +54,7 @@ async def spread(
     agent that hears nothing for long would leave, and come back as even more work."""
     began = clock.monotonic()
     waiting = tuple(streams.values())
+    seconds = max(seconds, min(len(waiting) / PULSES_PER_SECOND_MAX, PULSE_SECONDS_MAX))
     at = 0
     while at < len(waiting):
         share = (clock.monotonic() - began) / seconds

@@ -14,6 +14,10 @@ from typing import Any
 from keepstep.orchestrator import brain, events, state
 from keepstep.orchestrator.journal import Standing
 
+LARGE_NODES, ENTRIES_PER_NODE, ENTRIES_MOST = 1000, 3, 15_000
+"""Between two snapshots of a large cluster: one takes 0.1 ms per node, and 15,000 entries are
+replayed in seconds."""
+
 
 def snapshot_of(cluster: state.Cluster, now: float) -> dict[str, Any]:
     """A state as a journal keeps it."""
@@ -23,9 +27,13 @@ def snapshot_of(cluster: state.Cluster, now: float) -> dict[str, Any]:
 def snapshot_due(cluster: state.Cluster, grown: int, entries: int) -> bool:
     """Whether the journal has grown by enough for a snapshot; a large state takes longer to write.
 
-    Not in the middle of a recovery, where every millisecond counts, unless long overdue.
+    Not in the middle of a recovery, where every millisecond counts, unless long overdue. A fault
+    that comes meanwhile waits for it.
     """
-    due = max(entries, len(cluster.nodes))
+    nodes = len(cluster.nodes)
+    due = max(entries, nodes)
+    if nodes > LARGE_NODES:
+        due = max(due, min(ENTRIES_PER_NODE * nodes, ENTRIES_MOST))
     return grown >= due and (grown >= 4 * due or brain.due(cluster) is None)
 
 

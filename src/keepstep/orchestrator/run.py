@@ -68,6 +68,7 @@ from keepstep.orchestrator.streams import NEWS, AgentStream, addressed, listen, 
 
 REREADS_MAX = 100
 """Steps that may fail in one term, each answered by reading the journal again, before we leave."""
+SLICE_SECONDS_MAX = 0.1
 JOURNAL_AWAY = "the journal was away"
 SNAPSHOT_AGAIN_SECONDS = 60.0
 """Between two attempts at a snapshot that the journal could not take."""
@@ -105,8 +106,7 @@ class Orchestrator:
         """A step failed half-way: the state has to be read from the journal before the next."""
         self._leave: Permanent | None = None
         """Why we do not lead any longer than the present batch."""
-        self._written_at = 0.0
-        self._away = False  # The journal, when we last tried to write.
+        self._written_at, self._away = 0.0, False  # The journal, when we last tried to write.
         self._snapshot_seq, self._snapshot_again_at = 0, 0.0
         self._tick_waiting, self._tick_due = False, clock.monotonic()
         self.heeded: dict[NodeId, float] = {}  # Whose word made a leader here step down, and when.
@@ -242,7 +242,9 @@ class Orchestrator:
                     began, told = self._came_back(began), ""
                     continue
                 self._away = False
-                break
+                if not self._batch:
+                    break
+                seconds = 0.0
             except Transient as error:
                 self._away = True
                 if str(error) != told:
@@ -270,9 +272,13 @@ class Orchestrator:
         return self._clock.monotonic() + suspicion.TERM_GRACE_SECONDS
 
     def _handle(self, waiting: Iterable[Waiting]) -> None:
-        """Step each event, write the steps together, let their orders out."""
+        """Step events, write the steps together, let their orders out. As many as fit into a slice
+        of time: neither the lease nor the streams' readers can wait for all."""
         self._batch.extend(waiting)
-        while self._batch or self._torn:
+        until = self._clock.monotonic() + SLICE_SECONDS_MAX
+        while self._torn or (
+            self._batch and not (self._steps and self._clock.monotonic() >= until)
+        ):
             if self._torn:
                 self._commit()
                 self.cluster, _ = self._restore()
@@ -334,10 +340,8 @@ class Orchestrator:
         self._written_at = self._clock.monotonic()
 
     def _renew_if_due(self) -> None:
-        """Who has nothing to write says so in time: others may begin a term when a lease ends.
-
-        Our clock says only when to speak; the store's own says whether it was in time.
-        """
+        """Who has nothing to write says so in time: others may begin a term when a lease ends. Our
+        clock says only when to speak; the store's own says whether it was in time."""
         lease = self._standing.lease_seconds
         if lease and self._clock.monotonic() - self._written_at >= lease / 4:
             self._wrote(self._journal.append(self.term, self._standing.head, ()))
@@ -399,26 +403,23 @@ class Orchestrator:
                     self._tick_waiting, self._tick_due = True, tick_due
                     await self._inbox.put(Waiting(events.Tick()))
                 tick_due = now + self._until_tick()
-            look_due = min(pulse_due, now + look_seconds(quiet)) if quiet else pulse_due
+            look_due = min(pulse_due, now + look_seconds(len(quiet))) if quiet else pulse_due
             tick_due = await ticking.doze(
                 self._clock, self._hurried, self._until_tick, tick_due, look_due
             )
             woken_due = min(tick_due, look_due)
 
     def _until_tick(self) -> float:
-        lease = self._standing.lease_seconds
-        return ticking.until_tick(brain.due(self.cluster), self.now(), self._config, lease)
+        due, lease = brain.due(self.cluster), self._standing.lease_seconds
+        crowd = len(self.cluster.doubtful)
+        return ticking.until_tick(due, self.now(), self._config, lease, crowd)
 
     async def _hear_witnesses(self, silent: set[NodeId], now: float) -> None:
         """Ask the jobs' steps about the nodes that say nothing."""
-        alive, cluster = self._alive, self.cluster
-        quiet = silent | cluster.doubtful.keys()
-        alive.witness.forget_others(cluster.open_jobs)
-        alive.vouched = {node: at for node, at in alive.vouched.items() if node in quiet}
-        if not alive.witness.progress:
+        cluster, quiet = self.cluster, silent | self.cluster.doubtful.keys()
+        if not self._alive.asks_jobs(cluster.open_jobs, quiet, now):
             return
-        for node in alive.witness.vouches(nodes.jobs_on(cluster, quiet)):
-            alive.vouched[node] = now
+        for node in self._alive.vouch(nodes.jobs_on(cluster, quiet), now):
             if node in cluster.doubtful:
                 await self._inbox.put(Waiting(events.NodeVouched(node)))
 

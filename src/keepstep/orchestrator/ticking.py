@@ -10,15 +10,20 @@ from keepstep.config import OrchestratorConfig
 
 TICK_SECONDS_MIN = 0.02
 """The shortest time between two ticks."""
+DOUBTS_PER_SECOND_MAX = 5000
+"""Silent nodes that ticks look at: with thousands of them, ticks come less often."""
 
 
-def until_tick(due: float | None, now: float, config: OrchestratorConfig, lease: float) -> float:
+def until_tick(
+    due: float | None, now: float, config: OrchestratorConfig, lease: float, doubtful: int = 0
+) -> float:
     """Seconds until the brain should look at its clock. `lease`: 0 for none."""
     if due is None:
         # An idle leader writes, to keep its lease, when it ticks.
         return min(config.tick_seconds, lease / 4) if lease else config.tick_seconds
     # Not at once even if overdue: a budget that ran out must not make us spin.
-    return min(max(due - now, TICK_SECONDS_MIN), config.tick_busy_seconds)
+    least = max(TICK_SECONDS_MIN, doubtful / DOUBTS_PER_SECOND_MAX)
+    return min(max(due - now, least), max(config.tick_busy_seconds, least))
 
 
 async def doze(

@@ -1,0 +1,109 @@
+"""What the journal in PostgreSQL says to its database: every statement, and nothing else.
+
+A write locks the one row of `standing`, and adds its rows only if term and head are the writer's:
+LEAD is the first half of both kinds. Times are the database's alone. Rows travel as one JSON
+document: the driver writes arrays item by item, in Python, which was a quarter of a busy leader.
+"""
+
+PREPARE = """
+SELECT set_config('statement_timeout', '10s', false),
+    set_config('lock_timeout', '5s', false),
+    -- A write in doubt, or one of a stopped leader, must not keep the row locked.
+    set_config('idle_in_transaction_session_timeout', '10s', false),
+    set_config('default_transaction_isolation', 'read committed', false),
+    -- An order leaves after its step is on disk; stricter settings of the server stay.
+    set_config('synchronous_commit',
+        CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on'
+        ELSE current_setting('synchronous_commit') END, false)
+"""
+HURRY = "SELECT set_config('lock_timeout', %s, false)"
+BEGIN = """
+WITH before AS (
+    SELECT expires_at, written_at FROM keepstep.standing
+    WHERE (%(returning)s AND holder = %(holder)s) OR expires_at <= clock_timestamp()
+    FOR UPDATE  -- Of nobody whose lease goes on.
+)
+UPDATE keepstep.standing s
+SET term = greatest(s.term, %(above)s) + 1, holder = %(holder)s,
+    endpoint = %(endpoint)s, endpoint_term = greatest(s.term, %(above)s) + 1,
+    expires_at = clock_timestamp() + make_interval(secs => %(lease)s),
+    written_at = clock_timestamp()
+FROM before  -- Anybody's last write: who writes no written_at has a lease all the same.
+RETURNING s.term, CASE WHEN before.expires_at = '-infinity' THEN 0.0 ELSE
+    greatest(0.0, extract(epoch FROM clock_timestamp() - CASE  -- No lease is longer.
+        WHEN before.written_at >= before.expires_at - make_interval(secs => %(longest)s)
+        THEN before.written_at
+        ELSE before.expires_at - make_interval(secs => %(lease)s) END)::float8) END
+"""
+LEASE = """
+SELECT term, holder, extract(epoch FROM
+    -- By now its holder may have let go of it, or an older Keepstep have left -infinity there.
+    greatest(expires_at, clock_timestamp()) - clock_timestamp())::float8,
+    seq, CASE WHEN endpoint_term = term THEN endpoint ELSE '' END
+FROM keepstep.standing
+"""
+PROLONG = """
+UPDATE keepstep.standing
+SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => %(lease)s)),
+    written_at = clock_timestamp()
+WHERE term = %(term)s
+"""
+LET_GO = """
+UPDATE keepstep.standing SET expires_at = clock_timestamp(), written_at = clock_timestamp()
+WHERE term = %s
+"""
+STANDING = """
+SELECT s.term, s.seq, s.head, s.holder, h.chain, h.number, h.hash
+FROM keepstep.standing s LEFT JOIN keepstep.heads h ON true
+"""
+LEAD = """
+WITH lead AS (
+    UPDATE keepstep.standing
+    SET seq = %(seq)s, head = %(head)s,
+        expires_at = clock_timestamp() + make_interval(secs => %(lease)s),
+        written_at = clock_timestamp()
+    WHERE term = %(term)s AND head = %(expected)s
+    RETURNING term
+), linked AS (
+    INSERT INTO keepstep.links (chain, number, hash, seq, body)
+    SELECT new.* FROM lead, json_to_recordset(%(links)s::json)
+        AS new(chain text, number bigint, hash text, seq bigint, body text)
+), headed AS (
+    INSERT INTO keepstep.heads (chain, number, hash)
+    SELECT new.* FROM lead, json_to_recordset(%(heads)s::json)
+        AS new(chain text, number bigint, hash text)
+    ON CONFLICT (chain) DO UPDATE SET number = excluded.number, hash = excluded.hash
+),"""
+APPEND = (
+    LEAD
+    + """
+entered AS (
+    INSERT INTO keepstep.entries (seq, body)
+    SELECT new.* FROM lead, json_to_recordset(%(entries)s::json) AS new(seq bigint, body text)
+)
+SELECT term FROM lead
+"""
+)
+SNAPSHOT = (
+    LEAD
+    + """
+kept AS (
+    INSERT INTO keepstep.snapshots (seq, link, body)
+    SELECT %(at_seq)s, %(link)s, %(state)s FROM lead
+    ON CONFLICT (seq) DO UPDATE SET link = excluded.link, body = excluded.body
+), forgotten AS (
+    -- This statement does not see its own insert: it keeps one less of the others.
+    DELETE FROM keepstep.snapshots USING lead
+    WHERE seq > 0 AND seq <> %(at_seq)s AND seq NOT IN (
+        SELECT seq FROM keepstep.snapshots WHERE seq <> %(at_seq)s ORDER BY seq DESC
+        LIMIT %(others)s)
+)
+SELECT term FROM lead
+"""
+)
+TAIL = "SELECT seq, body FROM keepstep.entries WHERE seq > %s ORDER BY seq LIMIT %s"
+PAGE = """
+SELECT number, hash, coalesce(links.body, entries.body)
+FROM keepstep.links LEFT JOIN keepstep.entries USING (seq)
+WHERE chain = %s AND number > %s ORDER BY number LIMIT 500
+"""
