@@ -25,6 +25,7 @@ import pytest
 
 from keepstep import wire
 from keepstep.agent import room as rooms
+from keepstep.agent.store import backoff_seconds
 from keepstep.detect import process
 from keepstep.model import (
     Endpoint,
@@ -839,11 +840,20 @@ async def test_a_lost_store_is_replaced_and_told(here: World) -> None:
     await here.kill_agent()
     again = await here.start_agent()
     assert again.store_port == hello.store_port, "the store outlives the agent"
-    state = json.loads((here.room / "agent-state.json").read_text(encoding="utf-8"))
-    before, streams = len(here.orchestrator.heard), len(here.orchestrator.heads)
-    os.kill(state["store"]["pid"], signal.SIGKILL)
-    _, renewed = await here.orchestrator.until(wire.Hello, since=before)
-    assert len(here.orchestrator.heads) == streams + 1, "told in a Hello, so in a new stream"
-    assert renewed.store_port != hello.store_port
-    _, writer = await asyncio.open_connection("127.0.0.1", renewed.store_port)
-    writer.close()
+
+    async def lost() -> wire.Hello:
+        state = json.loads((here.room / "agent-state.json").read_text(encoding="utf-8"))
+        before, streams = len(here.orchestrator.heard), len(here.orchestrator.heads)
+        os.kill(state["store"]["pid"], signal.SIGKILL)
+        _, renewed = await here.orchestrator.until(wire.Hello, since=before)
+        assert len(here.orchestrator.heads) == streams + 1, "told in a Hello, so in a new stream"
+        _, writer = await asyncio.open_connection("127.0.0.1", renewed.store_port)
+        writer.close()
+        return renewed
+
+    first = await lost()
+    assert first.store_port != hello.store_port
+    began = time.monotonic()
+    assert (await lost()).store_port != first.store_port
+    # The second to die young: what kills them may kill the next one as well.
+    assert time.monotonic() - began >= backoff_seconds(2) == 1.0

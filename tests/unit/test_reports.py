@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.agent.reports import GATHER_SECONDS_MAX, Reports
+from keepstep.agent.reports import GATHER_SECONDS_MAX, Reports, joined
 from keepstep.model import Generation, JobId, NodeId, Phase, Rank
-from keepstep.wire import SeatReport, WorkerReport
+from keepstep.wire import Cover, PhaseReport, SeatReport, WorkerReport
 
 JOB = JobId("job")
 LOCAL = {JOB: frozenset({Rank(0), Rank(1), Rank(2)})}
@@ -132,3 +136,51 @@ def test_every_word_leaves_within_the_gathering_time(story: list[tuple[int, Phas
             told |= {(report.phase, int(seat.rank)) for seat in report.seats}
         overdue = {k for k, at in spoken.items() if now - at > GATHER_SECONDS_MAX + 1e-6}
         assert overdue <= told
+
+
+def whole(*seats: SeatReport, phase: Phase = Phase.QUIESCE) -> PhaseReport:
+    return PhaseReport(NodeId("n1"), JOB, Generation(1), phase, seats)
+
+
+def well(rank: int, **more: object) -> SeatReport:
+    told: dict[str, Any] = {"boundary": 5, "intact": True, "digests": {"0-3": "d"}, **more}
+    return SeatReport(Rank(rank), **told)
+
+
+def test_ranks_of_which_the_same_is_true_are_named_in_one_word():
+    slow = replace(well(2), step_seconds=0.7)
+    told = joined(whole(well(0), well(1), slow, well(5)))
+    assert told == whole(replace(well(0), alike="0-2+5", step_seconds=0.7))
+    assert joined(told) == told
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"boundary": -1, "intact": False, "digests": {}},
+        {"intact": False},
+        {"problem": "torn"},
+        {"covers": (Cover("1", 3, 5),)},
+        {"busy_seconds": 3.0},
+        {"unsynced": ("0-3",)},
+        {"ready": True},
+        {"unsettled": True},
+        {"moved_bytes": 7},
+    ],
+)
+def test_who_has_something_of_its_own_to_say_speaks_for_itself(own: dict[str, object]):
+    told = joined(whole(well(0), well(1, **own), well(2), well(3, **own)))
+    assert [seat.rank for seat in told.seats] == [0, 1, 3]
+    assert [seat.alike for seat in told.seats] == ["0-2/2", "", ""]
+
+
+@pytest.mark.parametrize("other", [{"boundary": 4}, {"digests": {"0-3": "e"}}, {"groups": "g"}])
+def test_two_kinds_of_the_same_are_two_words(other: dict[str, object]):
+    told = joined(whole(well(0), well(1, **other), well(2), well(3, **other)))
+    assert [seat.alike for seat in told.seats] == ["0-2/2", "1-3/2"]
+
+
+def test_progress_and_agreement_are_told_one_by_one():
+    for phase in (Phase.AGREE, Phase.REFORM, Phase.TRANSFER, Phase.SAVE):
+        report = whole(well(0), well(1), phase=phase)
+        assert joined(report) is report

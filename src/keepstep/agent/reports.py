@@ -3,18 +3,24 @@
 A report leaves as soon as all local ranks have spoken, or 50 ms after the first with those who
 have; the rest follow in a later one, which repeats the earlier seats (the orchestrator merges by
 rank). Only the newest generation of a job is kept. Nothing here does I/O, and `now` is a parameter.
+
+Ranks of which the same is true are named in one word as they leave: an orchestrator hears of
+thousands in each phase.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from keepstep import portion
 from keepstep.model import Generation, JobId, NodeId, Phase, Rank
 from keepstep.wire import PhaseReport, SeatReport, WorkerReport
 
 GATHER_SECONDS_MAX = 0.05
 """How long the first rank's report waits for its neighbours."""
+JOINED = frozenset({Phase.QUIESCE, Phase.VERIFY, Phase.RESUME})
+"""The phases in which all ranks of a job report, most of them the same."""
 
 
 @dataclass(slots=True)
@@ -105,3 +111,33 @@ class Reports:
             phase=phase,
             seats=tuple(seats[rank] for rank in sorted(seats)),
         )
+
+
+def joined(report: PhaseReport) -> PhaseReport:
+    """The same report, with one seat for all ranks of which the same is true."""
+    if report.phase not in JOINED or len(report.seats) < 2:
+        return report
+    groups: list[tuple[SeatReport, list[SeatReport]]] = []
+    for seat in report.seats:
+        # Times differ a little, and nobody needs more than the longest.
+        common = replace(seat, rank=Rank(-1), step_seconds=0.0)
+        known = next((group for same, group in groups if same == common), None)
+        if known is not None and _plain(seat):
+            known.append(seat)
+        else:
+            groups.append((common, [seat]))
+    return replace(report, seats=tuple(_one(group) for _, group in groups))
+
+
+def _plain(seat: SeatReport) -> bool:
+    """Only what is well can be alike; a joiner without state speaks for itself, too."""
+    own = seat.problem or seat.covers or seat.busy_seconds or seat.unsynced or seat.alike
+    own = own or seat.moved_bytes
+    return seat.intact and seat.boundary >= 0 and not (own or seat.ready or seat.unsettled)
+
+
+def _one(group: list[SeatReport]) -> SeatReport:
+    if len(group) == 1:
+        return group[0]
+    longest = max(seat.step_seconds for seat in group)
+    return replace(group[0], step_seconds=longest, alike=portion.name_of(s.rank for s in group))

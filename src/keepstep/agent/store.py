@@ -25,6 +25,10 @@ ENTRY = "keepstep.training.store_host:main"
 START_SECONDS_MAX = 60.0
 """With torch preloaded a few milliseconds; without, an import of torch."""
 RETRY_SECONDS = 1.0
+STEADY_SECONDS, BACKOFF_SECONDS_MAX = 60.0, 30.0
+"""One that lived shorter than this has died young. After the first of those the next is started at
+once; further ones wait, ever longer: each new store is a new generation for the jobs that meet
+there."""
 
 
 class Store:
@@ -42,6 +46,7 @@ class Store:
     async def run(self, forks: Forks) -> None:
         """Adopt or start, wait for its death, start again, for ever."""
         had_one = self._room.store is not None and self._room.store.port > 0
+        died_young = 0
         while True:
             record = self._room.store
             if record is None or process.life(record.pid, record.start) is process.Life.GONE:
@@ -61,8 +66,13 @@ class Store:
                     continue
             had_one = True
             self.ready.set()
+            began = asyncio.get_running_loop().time()
             await _until_gone(record)
-            log.warning("store.lost", pid=record.pid, port=record.port)
+            lived = asyncio.get_running_loop().time() - began
+            died_young = died_young + 1 if lived < STEADY_SECONDS else 0
+            wait = backoff_seconds(died_young)
+            log.warning("store.lost", pid=record.pid, port=record.port, again_in_seconds=wait)
+            await asyncio.sleep(wait)
 
     async def _start(self, forks: Forks) -> StoreRecord:
         port_file = self._room.store_port_file
@@ -107,6 +117,13 @@ class Store:
                 raise Unreachable(f"the store process ended; see {self._room.store_log}")
             await asyncio.sleep(0.005)
         raise Unreachable(f"the store process did not listen within {START_SECONDS_MAX} s")
+
+
+def backoff_seconds(died_young: int) -> float:
+    """Before the next start, after so many in a row that died young."""
+    if died_young < 2:
+        return 0.0
+    return float(min(BACKOFF_SECONDS_MAX, RETRY_SECONDS * 2.0 ** min(died_young - 2, 10)))
 
 
 def _read_port(path: Path) -> int | None:

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from keepstep import tls, wire
 from keepstep.agent import log
 from keepstep.agent.endpoints import Endpoints, leader_of
+from keepstep.agent.reports import joined
 from keepstep.errors import ConfigError, Permanent, Unreachable, WireError
 from keepstep.model import Endpoint
 
@@ -99,6 +100,9 @@ class Stream:
         return True
 
     def _write(self, writer: asyncio.StreamWriter, message: wire.Message) -> None:
+        if isinstance(message, wire.PhaseReport) and self._version == wire.VERSION:
+            # One of an older version knows ranks one by one only.
+            message = joined(message)
         try:
             writer.write(wire.encode(message, self._version))
         except WireError as error:

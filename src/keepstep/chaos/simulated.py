@@ -12,10 +12,11 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
+from keepstep.agent.reports import joined
 from keepstep.model import (
     EXIT_REQUEUE,
     Generation,
@@ -227,7 +228,14 @@ class Agent:
         )
         report = PhaseReport(self.node, worker.job, worker.generation, phase, (seat,))
         worker.last = report
-        self.tell(report)
+        self.tell(self._gathered(report))
+
+    def _gathered(self, report: PhaseReport) -> PhaseReport:
+        """With what the neighbours have said of the same phase: as an agent sends it."""
+        told = (w.last for w in self.workers if w.alive and w.last is not None)
+        same = [each for each in told if replace(each, seats=()) == replace(report, seats=())]
+        seats = sorted((seat for each in same for seat in each.seats), key=lambda seat: seat.rank)
+        return joined(replace(report, seats=tuple(seats)))
 
     def observe(self, worker: Worker, sign: Sign, exit_code: int = 0, detail: str = "") -> None:
         observed = Observed(
