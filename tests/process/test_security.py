@@ -148,6 +148,8 @@ def all_of(stream: ssl.SSLSocket) -> None:
 def test_an_agent_joins_by_its_certificate_and_another_nodes_is_refused(secured: Secured):
     secured.agent("n1", "node-n1")
     until(lambda: "n1" in secured.connected(), "the agent")
+    shown = secured.client().cluster()["agents"]["n1"]["certificate_until"]
+    assert 89 * 86400 < shown - time.time() <= 90 * 86400 + 60
     posing = secured.agent("n3", "node-n2")
     until(lambda: "does not speak for n3" in secured.said("keepstep.orchestrator"), "a refusal")
     # The same at once, by hand: with another's certificate, with an operator's, and as another.

@@ -116,6 +116,8 @@ def test_a_healthy_cluster_gets_no_blame():
         ("certificates", (Certificate("c", NOW - DAY),), "fail", "has expired 1.0 days ago"),
         ("certificates", (Certificate("c", NOW + DAY),), "warn", "expires in 1 days"),
         ("certificates", (Certificate("c", problem="gone"),), "fail", "gone"),
+        ("picture.agents.n1.certificate_until", NOW + DAY, "warn", "n1: as shown when they conn"),
+        ("picture.agents.n1.certificate_until", NOW - DAY, "warn", "has ended 1.0 days ago"),
         ("own.clock", NOW - 60, "warn", "differs by 60.0 s"),
         ("own.release", "0.2.0", "warn", "this command is 0.1.0, the orchestrator 0.2.0"),
         ("picture.agents.n1.wire", 1, "warn", "speak version 1 of the wire"),
@@ -177,6 +179,12 @@ def test_ports_are_tried_and_the_closed_one_says_why():
         found, left_out = doctor._knock({"n0": node, "lost": {**NODE, "alive": False}})
     assert left_out == 0
     assert [bool(why) for why in found.values()] == [False, True]
+
+
+def test_agents_whose_certificates_last_are_counted():
+    facts = but("picture.agents.n1.certificate_until", NOW + 60 * DAY)
+    told = [f.says for f in judge(facts) if f.about == "certificate" and f.level is Level.OK]
+    assert "of 1 agents, as shown when they connected: 60 days or more" in told
 
 
 def test_that_no_certificate_was_looked_at_is_said_too():

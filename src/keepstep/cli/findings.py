@@ -183,6 +183,32 @@ def _certificates(facts: Facts) -> Iterator[Finding]:
             level = Level.WARN if left < CERTIFICATE_SECONDS_MIN else Level.OK
             says = f"{certificate.path} expires in {left / DAY:.0f} days"
             yield Finding(level, "certificate", says, renew if level is Level.WARN else "")
+    yield from _agents_certificates(facts)
+
+
+def _agents_certificates(facts: Facts) -> Iterator[Finding]:
+    """As they were shown when the agents connected: a running stream does not see a new one."""
+    agents: Plain = (facts.picture or {}).get("agents", {})
+    until = {
+        node: float(about["certificate_until"])
+        for node, about in agents.items()
+        if "certificate_until" in about
+    }
+    if not until:
+        return
+    soon = sorted(
+        (node for node in until if until[node] - facts.now < CERTIFICATE_SECONDS_MIN),
+        key=lambda node: until[node],
+    )
+    left = (min(until.values()) - facts.now) / DAY
+    if soon:
+        verb = f"has ended {-left:.1f} days ago" if left <= 0 else f"ends in {left:.0f} days"
+        says = f"{_some(soon)}: as shown when they connected; the first {verb}"
+        fix = "see that their files are renewed: an agent without one cannot connect again"
+        yield Finding(Level.WARN, "certificate", says, fix)
+    else:
+        says = f"of {len(until)} agents, as shown when they connected: {left:.0f} days or more"
+        yield Finding(Level.OK, "certificate", says)
 
 
 def _clocks(facts: Facts) -> Iterator[Finding]:

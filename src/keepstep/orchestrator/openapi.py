@@ -289,6 +289,7 @@ def _answers() -> dict[str, Schema]:
     alert = {"alert": STRING, "place": _or_null(STRING), "status": STRING, "changed": BOOLEAN}
     control = {"down_seconds": NUMBER, "outages": _list(schema_of(state.Outage, asked=False))}
     control["gaps"] = _list(schema_of(state.Gap, asked=False))
+    agent = {"wire": INTEGER, "release": STRING, "torch": STRING}
     leads = {"enum": ["leading", "cut off", "following"]}
     return {
         "Error": _record({"error": STRING, "fix": STRING}),
@@ -309,7 +310,7 @@ def _answers() -> dict[str, Schema]:
                 "frozen": _or_null(_record({"why": STRING, "since": NUMBER})),
                 "self_doubt": _or_null(_record({"why": STRING, "since": NUMBER})),
                 "connected": _list(STRING),
-                "agents": _map(_record({"wire": INTEGER, "release": STRING, "torch": STRING})),
+                "agents": _map(_record(agent) | {"description": "Perhaps certificate_until, too."}),
                 "pulses": _list(schema_of(wire.Heartbeat, asked=False)),
                 "paces": _map(schema_of(shown.Pace, asked=False)),
             }

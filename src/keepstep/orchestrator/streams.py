@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
@@ -100,8 +101,11 @@ class AgentStream:
         self.transport = writer.transport
         self.version = version
         """Of the wire, as both sides speak it."""
-        self.about: dict[str, str | int] = {"wire": version}
+        self.about: dict[str, str | float] = {"wire": version}
         """What is installed on the node, for people."""
+        if shown := writer.get_extra_info("peercert"):
+            # As it was shown: what is renewed meanwhile comes with the next connection.
+            self.about["certificate_until"] = ssl.cert_time_to_seconds(shown["notAfter"])
         self.dropped = ""
         """Why we closed it ourselves; empty if the other side did."""
         self._on_beat = on_beat
