@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keepstep.training.kept import CAPSULE_STEPS, Kept, without_piece
-from tests.process.test_sharded import Sharded, check, reference
+from tests.process.test_sharded import Sharded, check, check_moves, reference
 
 __all__ = ["reference"]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -123,3 +123,7 @@ def test_of_four_replicas_the_wrong_one_is_named_and_of_two_nobody(
     cause = incident["causes"][0]
     assert "contaminated" in cause["detail"]
     assert (cause["rank"], len(taints)) == ((2, 1) if outcome == "resumed" else (-1, 0))
+
+
+def test_a_rank_of_a_full_shard_job_moves_while_all_is_well(tmp_path: Path, reference: Any) -> None:
+    check_moves(tmp_path, reference, "fsdp")

@@ -151,6 +151,28 @@ def test_tensor_parallel_ranks_come_back_rank_0_too(tmp_path: Path, reference: A
     check(tmp_path, reference("tp"), last)
 
 
+def check_moves(tmp_path: Path, reference: Any, kind: str) -> None:
+    """On request, and away from a device that announces its end."""
+    with Sharded(tmp_path, kind, level=2) as job:
+        job.wait_ready(2)
+        # Behind the first capsule: what is moved has been renewed, and records lie on top of it.
+        job.wait_step(0, 11)
+        job.cluster.client.migrate("job", {"ranks": [2]})
+        job.wait_moved(2)
+        job.wait_ready(1)
+        seat = job.cluster.client.cluster()["jobs"]["job"]["seats"][1]
+        told = {"node": seat["node"], "slot": seat["slot"], "reason": "XID 94"}
+        job.cluster.client.taint({**told, "severity": "imminent"})
+        job.wait_moved(3)
+        last = job.finish()
+        assert job.outcomes() == ["moved", "moved"]
+    check(tmp_path, reference(kind), last)
+
+
+def test_tensor_parallel_ranks_move_while_all_is_well(tmp_path: Path, reference: Any) -> None:
+    check_moves(tmp_path, reference, "tp")
+
+
 UNHEARD = """
 import os, signal, time
 from pathlib import Path

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.test_sharded import Sharded, check, reference
+from tests.process.test_sharded import Sharded, check, check_moves, reference
 
 __all__ = ["reference"]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -51,3 +51,9 @@ def test_a_step_left_half_way_is_saved_and_brought_to_its_end_by_the_rerun(
         job.wait_step(0, began + 2)
         last = job.finish()
     check(tmp_path, reference("zero1"), last)
+
+
+def test_a_rank_with_optimizer_state_of_its_own_moves_while_all_is_well(
+    tmp_path: Path, reference: Any
+) -> None:
+    check_moves(tmp_path, reference, "zero1")
