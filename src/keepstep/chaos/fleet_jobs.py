@@ -6,11 +6,10 @@ its ranks hold the same state, so that what survivors say is one report for many
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from keepstep.chaos.fleet_setting import GPUS_PER_NODE, GROUPS_SECONDS
+from keepstep.chaos.fleet_setting import GPUS_PER_NODE, groups_seconds
 from keepstep.model import Generation, JobSpec, NodeId, Phase, Rank, Term
 from keepstep.orchestrator import portions
 from keepstep.wire import Message, SeatReport
@@ -93,8 +92,7 @@ class Trainee:
 
     @property
     def groups_seconds(self) -> float:
-        gpus = self.size * GPUS_PER_NODE
-        return GROUPS_SECONDS * math.log2(max(gpus, 2)) / math.log2(1024)
+        return groups_seconds(self.size * GPUS_PER_NODE)
 
     def step_at(self, now: float) -> int:
         """How far it is: the newest committed step."""

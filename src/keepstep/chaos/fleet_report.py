@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from keepstep.chaos.fleet_checks import Referee
-from keepstep.chaos.fleet_compare import checkpoint_restart
+from keepstep.chaos.fleet_compare import PUBLISHED, checkpoint_restart, paused
 from keepstep.chaos.fleet_faults import Tally
 from keepstep.chaos.fleet_jobs import Trainee
 from keepstep.chaos.fleet_journal import MemoryJournal
@@ -51,6 +51,8 @@ class Month:
     goodput: float = 0.0
     ettr_restart: float = 0.0
     goodput_restart: float = 0.0
+    ettr_published: dict[str, float] = field(default_factory=dict)
+    """By system, if every pause were as its makers publish."""
     time_shares: dict[str, float] = field(default_factory=dict)
     fallbacks: int = 0
     lost_steps: int = 0
@@ -100,6 +102,14 @@ def summary(fleet: Told, interval_seconds: float) -> Month:
         goodput=useful / whole,
         ettr_restart=useful_restart / paid,
         goodput_restart=useful_restart / whole,
+        ettr_published={
+            system.name: sum(
+                paused(plan, job.spec, tally.strikes, system) * ranks[name]
+                for name, job in fleet.jobs.items()
+            )
+            / paid
+            for system in PUBLISHED
+        },
         time_shares={kind: seconds / total for kind, seconds in largest},
         fallbacks=referee.outcomes["fallback"],
         lost_steps=sum(job.lost_steps for job in fleet.jobs.values()),

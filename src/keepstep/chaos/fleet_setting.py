@@ -10,6 +10,7 @@ machine without a GPU, so what grows with a real fabric is added as an assumptio
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from random import Random
@@ -116,6 +117,11 @@ class Plan:
     def faults_per_second(self) -> float:
         """In the whole fleet."""
         return self.gpus / self.mttf_gpus / (self.mttf_hours * 3600.0)
+
+
+def groups_seconds(gpus: int) -> float:
+    """A job's communicators anew."""
+    return GROUPS_SECONDS * math.log2(max(gpus, 2)) / math.log2(1024)
 
 
 def read_mttf(text: str) -> tuple[float, int]:
