@@ -28,18 +28,16 @@ import os
 import queue
 import resource
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import agents_certs, record
+from bench import agents_certs, record, rig
 from keepstep.chaos.database import DURABLE, PostgresServer, programs
 from keepstep.cli.client import TLS_DIRECTORY, Client
 from keepstep.errors import KeepstepError
@@ -124,6 +122,8 @@ class Bench:
 
     directory: Path
     agents: int
+    kept: Path | None = None
+    """Where certificates are, or are to be for the next run."""
     orchestrators: list[Orchestrator] = field(default_factory=list)
     """Who leads is the first."""
     load: subprocess.Popen[str] | None = None
@@ -135,7 +135,7 @@ class Bench:
 
     @property
     def certificates(self) -> Path:
-        return self.directory / "pki"
+        return self.kept or self.directory / "pki"
 
     @property
     def log(self) -> Path:
@@ -147,7 +147,9 @@ class Bench:
     def prepare(self) -> None:
         self.token_file.write_text(secrets.token_hex(16), encoding="utf-8")
         nodes = [f"n{number:05d}" for number in range(self.agents)]
-        agents_certs.make(self.certificates, nodes)
+        if not all(agents_certs.issued(self.certificates, node) for node in nodes):
+            say(f"{self.agents} certificates, 10 to 40 ms each")
+            agents_certs.make(self.certificates, nodes)
         os.environ[TLS_DIRECTORY] = str(self.certificates / f"operator-{agents_certs.OPERATOR}")
 
     def start_orchestrators(self, journal: str) -> None:
@@ -216,7 +218,6 @@ class Bench:
             if process is not None:
                 process.kill()
                 process.wait()
-        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def main() -> int:
@@ -225,23 +226,18 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     where = programs()
     assert where is not None, "install the Debian package postgresql"
-    bench = Bench(Path(tempfile.mkdtemp(prefix="ks-agents-")), asked.agents)
-    try:
+    with rig.scratch("agents") as directory:
+        bench = Bench(directory, asked.agents, asked.certificates)
         bench.prepare()
         with PostgresServer(where, settings=DURABLE) as server:
             try:
                 bench.start_orchestrators(server.database())
                 result = measure(bench, asked)
-            except BaseException:
-                if bench.log.exists():
-                    print(bench.log.read_text(encoding="utf-8")[-3000:], file=sys.stderr)
-                raise
             finally:
                 bench.close()
-    finally:
-        shutil.rmtree(bench.directory, ignore_errors=True)
     path = record.keep(
-        "agents-quick" if asked.quick else "agents", {"asked": vars(asked), **result}
+        "agents-quick" if asked.quick else "agents",
+        {"asked": {**vars(asked), "certificates": ""}, **result},
     )
     print(f"raw: {path.name}")
     return conclude(result["figures"], asked)
@@ -456,6 +452,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--agents", type=int, default=12_500)
     parser.add_argument("--seconds", type=int, default=120, help="of incidents, one each second")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--certificates", type=Path, metavar="DIR", help="keep them for next time")
     parser.add_argument("--quick", action="store_true", help="a try-out; proves nothing")
     asked = parser.parse_args()
     if asked.quick:

@@ -22,13 +22,28 @@ def make(directory: Path, nodes: Sequence[str]) -> None:
     """The orchestrator's, an operator's, and those of all nodes: DIRECTORY/nodes/NODE.crt."""
     certs.make(directory, hosts=["127.0.0.1"], operators=[OPERATOR])
     there = directory / "nodes"
-    there.mkdir()
+    there.mkdir(exist_ok=True)
     (there / tls.AUTHORITY).write_bytes((directory / "ca" / "ca.crt").read_bytes())
-    line = ("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    _openssl(*line, "-keyout", str(there / tls.KEY), "-out", str(there / "csr"), "-subj", "/CN=n")
+    line: tuple[str, ...] = (
+        "req",
+        "-new",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+    )
+    if not (there / "csr").exists():
+        line += ("-keyout", str(there / tls.KEY), "-out", str(there / "csr"), "-subj", "/CN=n")
+        _openssl(*line)
+    missing = [node for node in nodes if not issued(directory, node)]
     with ThreadPoolExecutor(2) as pool:
-        for _ in pool.map(lambda node: _issue(directory / "ca", there, node), nodes):
+        for _ in pool.map(lambda node: _issue(directory / "ca", there, node), missing):
             pass
+
+
+def issued(directory: Path, node: str) -> bool:
+    return (directory / "nodes" / f"{node}.crt").exists()
 
 
 def _issue(authority: Path, there: Path, node: str) -> None:

@@ -35,6 +35,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from keepstep import portion, tls, wire
+from keepstep.agent.reports import joined
 from keepstep.model import Generation, JobId, NodeId, Phase, Rank, Seat, Sign, Term
 
 SLOTS = 8
@@ -374,7 +375,8 @@ class Fleet:
             )
             for rank in ranks
         )
-        agent.send(wire.PhaseReport(agent.node, order.job, order.generation, phase, seats))
+        told = wire.PhaseReport(agent.node, order.job, order.generation, phase, seats)
+        agent.send(joined(told))
 
     # ------------------------------------------------------------ commands
 

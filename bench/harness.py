@@ -20,7 +20,7 @@ from typing import Any
 
 from bench import truth
 from bench.arms.arm import ROOT, Arm
-from bench.launch import Launch, end_marked
+from bench.launch import Launch
 from bench.plan import Plan
 from bench.scenario import Scenario, schedule
 from bench.strikes import Striker
@@ -131,7 +131,7 @@ class Run:
             striker.stop()
             watch.stop()
             self.arm.stop()
-            left = end_marked(self.plan.directory)
+            left = self.launch.clear(self.plan.directory)
         self._follower.look()
         return {
             "arm": self.arm.name,

@@ -1,9 +1,11 @@
 """Where processes are started and struck: here, or over ssh on the hosts of a hostfile.
 
-Two verbs. A scheduler that starts processes itself is one more implementation of them.
+Four verbs. A scheduler that starts processes itself is one more implementation of them.
 
     hosts = read_hostfile(path)        one host per line: NAME [slots=N]; `#` begins a comment
-    launch = Ssh(directory) if hosts else Local()
+    launch = Ssh(directory, hosts) if hosts else Local()
+
+    python -m bench.launch DIRECTORY   end what bears this mark on this machine, and say how many
 
 Every process bears a mark in its environment, the run's directory. By it processes are found that
 a system started on its own, to add up their memory and to end what it left behind.
@@ -15,12 +17,14 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bench.workload.log import CLOCK, HOST, WALL
 from keepstep.errors import ConfigError, Permanent
 
 KEPT = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 32)}
@@ -43,6 +47,14 @@ class Launch(Protocol):
         """False if there is no such process any more. Number 0 only asks."""
         ...
 
+    def now(self) -> float:
+        """The clock of the truth: one that all hosts share."""
+        ...
+
+    def clear(self, mark: str) -> int:
+        """End what a system left behind, on every host; how many there were."""
+        ...
+
 
 class Local:
     """Everything on this machine, whatever the host's name."""
@@ -62,34 +74,59 @@ class Local:
             return False
         return not _is_zombie(pid)
 
+    def now(self) -> float:
+        return time.monotonic()
 
-@dataclass(frozen=True, slots=True)
-class Ssh:
-    """The same directory, environment and Python under the same paths on every host."""
-
-    directory: str
-
-    def start(
-        self, host: str, command: Sequence[str], environment: Mapping[str, str], log: Path
-    ) -> subprocess.Popen[bytes]:
-        with log.open("ab") as file:
-            return subprocess.Popen(self.line(host, command, environment), stdout=file, stderr=file)
-
-    def signal(self, host: str, pid: int, number: int) -> bool:
-        line = [*SSH, host, f"kill -{int(number)} {pid}"]
-        return subprocess.run(line, check=False, timeout=30).returncode == 0
-
-    def line(self, host: str, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-        """With a terminal (-tt), so that the far end hangs up when ssh is ended here."""
-        around = [f"{name}={value}" for name, value in sorted(environment.items())]
-        far = shlex.join(["env", *around, *command])
-        return [*SSH, "-tt", host, f"cd {shlex.quote(self.directory)} && exec {far}"]
+    def clear(self, mark: str) -> int:
+        return end_marked(mark)
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
     name: str
     slots: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ssh:
+    """The same directory, environment and Python under the same paths on every host."""
+
+    directory: str
+    hosts: tuple[Host, ...] = ()
+
+    def start(
+        self, host: str, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        around = {**environment, HOST: host, CLOCK: WALL}
+        with log.open("ab") as file:
+            return subprocess.Popen(self.line(host, command, around), stdout=file, stderr=file)
+
+    def signal(self, host: str, pid: int, number: int) -> bool:
+        line = [*SSH, host, f"kill -{int(number)} {pid}"]
+        # Who is gone already is no news.
+        done = subprocess.run(line, check=False, timeout=30, stderr=subprocess.DEVNULL)
+        return done.returncode == 0
+
+    def now(self) -> float:
+        return time.time()
+
+    def clear(self, mark: str) -> int:
+        found = 0
+        for host in self.hosts:
+            command = [sys.executable, "-m", "bench.launch", mark]
+            line = self.line(host.name, command, {"PYTHONPATH": self.path()})
+            done = subprocess.run(line, check=True, timeout=60, capture_output=True, text=True)
+            found += int(done.stdout)
+        return found
+
+    def path(self) -> str:
+        return os.pathsep.join((self.directory, str(Path(self.directory) / "src")))
+
+    def line(self, host: str, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+        """With a terminal (-tt), so that the far end hangs up when ssh is ended here."""
+        around = [f"{name}={value}" for name, value in sorted(environment.items())]
+        far = shlex.join(["env", *around, *command])
+        return [*SSH, "-tt", host, f"cd {shlex.quote(self.directory)} && exec {far}"]
 
 
 def read_hostfile(text: str) -> tuple[Host, ...]:
@@ -166,3 +203,7 @@ def _is_zombie(pid: int) -> bool:
         return b") Z " in Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return True
+
+
+if __name__ == "__main__":
+    print(end_marked(sys.argv[1]))

@@ -6,6 +6,7 @@ It loads nothing from anywhere: no scripts, no fonts, no stylesheets, so it can 
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,15 +42,13 @@ def page(result: Mapping[str, Any], source: str) -> str:
     if result["short"]:
         parts.append("<p class='bad'>Short runs: a try-out, not a measurement.</p>")
     for case in result["cases"]:
-        mine = [g for g in found if (g.scenario, g.workload) == _key(case)]
-        parts.append(f"<h2>{_safe(case['title'])} <small>{_safe(_key(case)[1])}</small></h2>")
+        workload = tables.workload_name(result, case)
+        mine = [g for g in found if (g.scenario, g.workload) == (case["scenario"], workload)]
+        colours = dict(zip((g.arm for g in mine), itertools.cycle(COLOURS), strict=False))
+        parts.append(f"<h2>{_safe(case['title'])} <small>{_safe(workload)}</small></h2>")
         parts.append(f"<p class='note'>{_safe(case['why'])}</p>")
-        parts += [_table(mine), progress(case), bars(mine), dots(mine)]
+        parts += [_table(mine), progress(case, colours), bars(mine, colours), dots(mine, colours)]
     return "\n".join(parts) + "\n"
-
-
-def _key(case: Mapping[str, Any]) -> tuple[str, str]:
-    return case["scenario"], tables.workload_name(case)
 
 
 def _facts(result: Mapping[str, Any], source: str) -> str:
@@ -84,7 +83,7 @@ def _table(mine: Sequence[tables.Group]) -> str:
 # ---------------------------------------------------------------- plots
 
 
-def progress(case: Mapping[str, Any]) -> str:
+def progress(case: Mapping[str, Any], colours: Mapping[str, str]) -> str:
     """Steps finished over time, first repetition; a tick below for each strike."""
     runs = [run for run in case["repetitions"][0] if run["truth"]["finished"]]
     if not runs:
@@ -93,7 +92,7 @@ def progress(case: Mapping[str, Any]) -> str:
     steps = int(case["plan"]["steps"])
     shapes = []
     for number, run in enumerate(runs):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = colours[run["arm"]]
         points = _thinned(run["truth"]["finished"])
         path = " ".join(f"{_x(t, last):.1f},{_y(s, steps):.1f}" for s, t in points)
         shapes.append(
@@ -110,7 +109,7 @@ def progress(case: Mapping[str, Any]) -> str:
     return _frame("Steps finished over time; ticks below are strikes", marks, levels, shapes)
 
 
-def bars(mine: Sequence[tables.Group]) -> str:
+def bars(mine: Sequence[tables.Group], colours: Mapping[str, str]) -> str:
     """Completion time by the bare engine's, with the range."""
     rows = [g for g in mine if g.to_bare is not None]
     if len(rows) < 2:
@@ -120,7 +119,7 @@ def bars(mine: Sequence[tables.Group]) -> str:
     for number, group in enumerate(rows):
         spread = group.to_bare
         assert spread is not None, "filtered above"
-        y, colour = 10 + 26 * number, COLOURS[number % len(COLOURS)]
+        y, colour = 10 + 26 * number, colours[group.arm]
         length = (WIDTH - 290) * spread.middle / most
         low, high = (200 + (WIDTH - 290) * v / most for v in (spread.low, spread.high))
         shapes += [
@@ -132,7 +131,7 @@ def bars(mine: Sequence[tables.Group]) -> str:
     return _svg("Time to complete, by the bare engine without faults", height, shapes)
 
 
-def dots(mine: Sequence[tables.Group]) -> str:
+def dots(mine: Sequence[tables.Group], colours: Mapping[str, str]) -> str:
     """Every pause, on a logarithmic axis."""
     rows = [g for g in mine if g.pauses]
     if not rows:
@@ -151,7 +150,7 @@ def dots(mine: Sequence[tables.Group]) -> str:
         if tick <= high
     ]
     for number, group in enumerate(rows):
-        y, colour = 20 + 26 * number, COLOURS[number % len(COLOURS)]
+        y, colour = 20 + 26 * number, colours[group.arm]
         shapes.append(f"<text x='194' y='{y + 4}' text-anchor='end'>{_safe(group.arm)}</text>")
         shapes += [
             f"<circle cx='{x(p):.1f}' cy='{y}' r='4' fill='{colour}' fill-opacity='0.6'/>"

@@ -30,7 +30,7 @@ class Done:
     """One strike as it was carried out."""
 
     at: float
-    """On the machine's monotonic clock."""
+    """On the clock of the truth."""
     planned: float
     kind: str
     rank: int
@@ -85,13 +85,13 @@ class Striker(threading.Thread):
                     # The system refused; that is part of the result, and the next one comes.
                     self.failed += f"{strike.kind} of rank {strike.rank}: {error}; "
             while not self._over.is_set():
-                self._sleep_until(time.monotonic() + 1.0)
+                self._sleep_until(self._launch.now() + 1.0)
         except OSError as error:
             self.failed += f"{type(error).__name__}: {error}"
 
     def _carry_out(self, strike: Strike, until: float) -> None:
         victim = self._living(strike.rank, until)
-        now = time.monotonic()
+        now = self._launch.now()
         pid = victim.pid if victim is not None else 0
         self.done.append(Done(now, strike.at, strike.kind, strike.rank, pid))
         if victim is None:
@@ -105,14 +105,14 @@ class Striker(threading.Thread):
             case "slow":
                 self._slow(victim, now + self._scenario.slow_seconds)
             case "drain":
-                self._arm.drain(strike.rank, victim.pid)
+                self._arm.drain(strike.rank, victim.host, victim.pid)
             case other:
                 raise AssertionError(other)
 
     def _slow(self, victim: Start, until: float) -> None:
         """Stopped and continued in slices."""
         stopped = SLICE_SECONDS * self._scenario.stopped_share
-        while time.monotonic() < until and not self._over.is_set():
+        while self._launch.now() < until and not self._over.is_set():
             if not self._launch.signal(victim.host, victim.pid, signal.SIGSTOP):
                 return
             time.sleep(stopped)
@@ -124,15 +124,15 @@ class Striker(threading.Thread):
             found = self._victim(rank)
             if found is not None and self._launch.signal(found.host, found.pid, 0):
                 return found
-            if time.monotonic() >= until:
+            if self._launch.now() >= until:
                 break
-            self._sleep_until(time.monotonic() + LOOK_SECONDS)
+            self._sleep_until(self._launch.now() + LOOK_SECONDS)
         return None
 
     def _sleep_until(self, moment: float) -> bool:
         """Does an operator's work meanwhile. False if all is over."""
-        while (left := moment - time.monotonic()) > 0:
-            due = [s for s in self._stopped if s[0] <= time.monotonic()]
+        while (left := moment - self._launch.now()) > 0:
+            due = [s for s in self._stopped if s[0] <= self._launch.now()]
             for entry in due:
                 self._stopped.remove(entry)
                 # Only who still has the rank: of who was replaced, the pid may be another's now.

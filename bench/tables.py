@@ -15,6 +15,8 @@ from bench import figures
 
 OTHERS_MAX = 0.10
 """Above this a run is called disturbed. It is told, never left out."""
+SHORT = ", short runs"
+"""Behind the workload's name: what a try-out says is never mixed with measurements."""
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
@@ -51,14 +53,15 @@ class Group:
     goodput: Spread | None
     """Samples in the model per second, by those of the bare run."""
     step_ratio: Spread | None
-    recomputed: int
-    lost: int
-    doubled: int
-    foreign: int
+    recomputed: Spread | None
+    lost: Spread | None
+    """Of the runs that were completed: of the others it says nothing."""
+    doubled: Spread | None
+    foreign: Spread | None
     pauses: tuple[float, ...]
     loss: Spread | None
     same_as_bare: str
-    """yes, no, or - where no rank came to its end."""
+    """yes, no, or - where nothing can be said: a rank did not write its end."""
     memory_gib: Spread | None
     moved_gib: Spread | None
     start_seconds: Spread | None
@@ -90,7 +93,7 @@ def groups(results: Sequence[Mapping[str, Any]]) -> list[Group]:
     refused: dict[tuple[str, str, str], str] = {}
     for result in results:
         for case in result["cases"]:
-            workload = workload_name(case)
+            workload = workload_name(result, case)
             for repetition in case["repetitions"]:
                 bare = next((run for run in repetition if run["arm"] == "bare"), None)
                 for run in repetition:
@@ -106,8 +109,15 @@ def groups(results: Sequence[Mapping[str, Any]]) -> list[Group]:
     return sorted(found, key=lambda g: order[g.scenario, g.workload])
 
 
-def workload_name(case: Mapping[str, Any]) -> str:
-    return f"{case['plan']['parallel']} {case['plan']['size']} x{case['plan']['world']}"
+def workload_name(result: Mapping[str, Any], case: Mapping[str, Any]) -> str:
+    plan = case["plan"]
+    name = f"{plan['parallel']} {plan['size']} x{plan['world']}"
+    return name + (SHORT if result["short"] else "")
+
+
+def spoken(workload: str) -> str:
+    name, short, _ = workload.partition(SHORT)
+    return f"{name} ranks{short}"
 
 
 def _group(
@@ -129,8 +139,7 @@ def _group(
             continue
         ratios.append(mine["seconds"] / its["seconds"])
         goods.append((1 - mine["lost"] / mine["samples"]) * its["seconds"] / mine["seconds"])
-        if mine["digests"] and its["digests"]:
-            same.add(_same(mine["digests"], its["digests"]))
+        same.add(_same(mine["digests"], its["digests"]))
     truths = [run["truth"] for run in runs]
     return Group(
         scenario,
@@ -143,13 +152,13 @@ def _group(
         spread(ratios),
         spread(goods),
         spread(steps),
-        sum(t["recomputed"] for t in truths),
-        sum(t["lost"] for t in truths if t["seconds"] is not None),
-        sum(t["doubled"] for t in truths),
-        sum(t["foreign"] for t in truths),
+        spread(t["recomputed"] for t in truths),
+        spread(t["lost"] for t in truths if t["seconds"] is not None),
+        spread(t["doubled"] for t in truths),
+        spread(t["foreign"] for t in truths),
         tuple(p for t in truths for p in t["pauses"]),
         spread(t["loss"] for t in truths),
-        "-" if not same else "yes" if same == {True} else "no",
+        next((word for word in ("no", "-", "yes") if word in same), "-"),
         spread(run["memory_bytes_max"] / 2**30 for run in runs),
         spread(run["moved_bytes"] / 2**30 for run in runs),
         spread(run["start_seconds"] for run in runs),
@@ -176,10 +185,12 @@ def _refused(scenario: str, workload: str, arm: str, why: str) -> Group:
     return replace(_group(scenario, workload, arm, ()), refused=why)
 
 
-def _same(mine: Mapping[str, str], its: Mapping[str, str]) -> bool:
-    """Rank by rank. A digest is of what that rank holds; all who came to the end must agree."""
-    common = mine.keys() & its.keys()
-    return bool(common) and all(mine[rank] == its[rank] for rank in common)
+def _same(mine: Mapping[str, str], its: Mapping[str, str]) -> str:
+    """Rank by rank, because a digest is of what that rank holds. Of a rank without an end nothing
+    is known."""
+    if any(mine[rank] != its[rank] for rank in mine.keys() & its.keys()):
+        return "no"
+    return "yes" if mine and mine.keys() == its.keys() else "-"
 
 
 # ---------------------------------------------------------------- text
@@ -199,6 +210,7 @@ COLUMNS = (
     ("loss", "loss"),
     ("memory", "GiB"),
     ("moved", "GiB moved"),
+    ("start", "start s"),
     ("others", "others"),
 )
 
@@ -214,14 +226,16 @@ def cells(group: Group) -> dict[str, str]:
         "to_bare": told(group.to_bare, 3),
         "goodput": told(group.goodput, 3),
         "pause": group.pause_text,
-        "recomputed": str(group.recomputed),
-        "lost": str(group.lost) + (f" +{group.foreign}?" if group.foreign else ""),
-        "doubled": str(group.doubled),
+        "recomputed": told(group.recomputed, 0),
+        "lost": told(group.lost, 0)
+        + (f" +{group.foreign.text(0)}?" if group.foreign and group.foreign.high else ""),
+        "doubled": told(group.doubled, 0),
         "step": told(group.step_ratio, 3),
         "same": group.same_as_bare,
         "loss": told(group.loss, 3),
         "memory": told(group.memory_gib),
         "moved": told(group.moved_gib),
+        "start": told(group.start_seconds, 1),
         "others": told(group.others),
     }
 
@@ -255,6 +269,32 @@ README_HEADS = {
 }
 
 
+def best_intervals(mine: Sequence[Group]) -> tuple[list[Group], str]:
+    """Of an arm with several intervals (NAME@STEPS) the best one, and a word about the others.
+
+    Which is the best depends on the workload and the faults: only a sweep finds it, and only the
+    best is a fair opponent. One that was not completed is the worst.
+    """
+
+    def cost(group: Group) -> float:
+        return group.to_bare.middle if group.to_bare and not group.outcome else float("inf")
+
+    families: dict[str, list[Group]] = {}
+    for group in mine:
+        families.setdefault(group.arm.partition("@")[0], []).append(group)
+    best = {id(min(family, key=cost)) for family in families.values()}
+    swept = [
+        f"{name}: the best of every {', '.join(_intervals(family))} steps"
+        for name, family in families.items()
+        if len(family) > 1
+    ]
+    return [g for g in mine if id(g) in best], "; ".join(swept)
+
+
+def _intervals(family: Sequence[Group]) -> list[str]:
+    return [str(n) for n in sorted(int(g.arm.partition("@")[2]) for g in family)]
+
+
 TIMES = ("to_bare", "goodput", "pause")
 UNQUIET = "disturbed"
 
@@ -281,11 +321,13 @@ def quietest(
             took_little(other) for other in repetition if is_bare(other)
         )
 
-    def key(case: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[str, str, str]:
-        return case["scenario"], workload_name(case), run["arm"]
+    def key(
+        result: Mapping[str, Any], case: Mapping[str, Any], run: Mapping[str, Any]
+    ) -> tuple[str, str, str]:
+        return case["scenario"], workload_name(result, case), run["arm"]
 
     had = {
-        key(case, run)
+        key(result, case, run)
         for result in results
         for case in result["cases"]
         for repetition in case["repetitions"]
@@ -298,7 +340,7 @@ def quietest(
         for case in result["cases"]:
             repetitions = []
             for runs in case["repetitions"]:
-                told = [r for r in runs if quiet(r, runs) or key(case, r) not in had]
+                told = [r for r in runs if quiet(r, runs) or key(result, case, r) not in had]
                 # What is told of a run is told by its bare one.
                 kept = [r for r in runs if r in told or (told and is_bare(r))]
                 left_out += len(runs) - len(kept)
@@ -316,12 +358,13 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
     """
     results, left_out = quietest(results)
     found = groups(results)
-    short = any(result["short"] for result in results)
     parts = []
     for scenario, workload in dict.fromkeys((g.scenario, g.workload) for g in found):
-        mine = [g for g in found if (g.scenario, g.workload) == (scenario, workload)]
+        mine, swept = best_intervals(
+            [g for g in found if (g.scenario, g.workload) == (scenario, workload)]
+        )
         heads = [README_HEADS[name] for name in README_COLUMNS]
-        lines = [f"**{scenario}**, {workload} ranks{', short runs' if short else ''}:", ""]
+        lines = [f"**{scenario}**, {spoken(workload)}:", ""]
         lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
         for group in mine:
             if group.refused:
@@ -334,6 +377,7 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
                 row |= {"done": UNQUIET} if group.completed < group.runs else {}
             lines.append("| " + " | ".join(row[name] for name in README_COLUMNS) + " |")
         notes = [f"{g.arm}: {note}." for g in mine for note in g.notes if is_quiet(g)]
+        notes += [f"{swept}."] if swept else []
         lines += ["", " ".join(notes)] if notes else []
         parts.append("\n".join(lines))
     files = ", ".join(f"`{name}`" for name in sources)
@@ -345,13 +389,13 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
     return "\n\n".join([*parts, told])
 
 
-def replaced(text: str, table: str) -> str:
+def replaced(text: str, table: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """A document with what is between the markers replaced."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not begin or not end:
-        raise ValueError(f"no {BEGIN} … {END} in it")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+        raise ValueError(f"no {marks[0]} … {marks[1]} in it")
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def compared(first: Sequence[Group], second: Sequence[Group], within: float = 0.15) -> list[str]:
@@ -359,12 +403,17 @@ def compared(first: Sequence[Group], second: Sequence[Group], within: float = 0.
     lines, others = [], {(g.scenario, g.workload, g.arm): g for g in second}
     for group in first:
         other = others.get((group.scenario, group.workload, group.arm))
-        if other is None or group.to_bare is None or other.to_bare is None:
+        if other is None or group.refused or other.refused:
+            continue
+        name = f"{group.scenario}, {group.workload}, {group.arm}"
+        if group.to_bare is None or other.to_bare is None:
+            done = f"{group.completed} of {group.runs} and {other.completed} of {other.runs}"
+            verdict = "same" if group.to_bare is other.to_bare else "DIFFERS"
+            lines.append(f"{name}: {done} runs completed: {verdict}")
             continue
         a, b = group.to_bare.middle, other.to_bare.middle
         off = b / a - 1
         verdict = "same" if abs(off) <= within else "DIFFERS"
-        name = f"{group.scenario}, {group.workload}, {group.arm}"
         lines.append(f"{name}: {a:.3f} and {b:.3f} x bare, {off:+.1%}: {verdict}")
     for key in dict.fromkeys((g.scenario, g.workload) for g in first):
         ranks = [ranking(some, key) for some in (first, second)]

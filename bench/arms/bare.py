@@ -6,7 +6,6 @@ bare      one process per rank
 from __future__ import annotations
 
 import sys
-import time
 from typing import Any
 
 from bench import launch as launching
@@ -49,7 +48,7 @@ class Bare:
     def ended(self) -> str:
         return self._processes.ended()
 
-    def drain(self, rank: int, pid: int) -> None:
+    def drain(self, rank: int, host: str, pid: int) -> None:
         raise AssertionError("the bare engine is never struck")
 
     def stop(self) -> None:
@@ -64,7 +63,7 @@ def train(plan: Plan) -> None:
     import torch.distributed as dist
 
     from bench.workload import model as made
-    from bench.workload.log import TruthLog
+    from bench.workload.log import TruthLog, now_ns
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -77,7 +76,7 @@ def train(plan: Plan) -> None:
     loss = 0.0
     batches = made.batches_from(made.loader_of(plan, data, rank), 0)
     for step in range(plan.steps):
-        began = time.monotonic_ns()
+        began = now_ns()
         batch = next(batches)
         optimizer.zero_grad(set_to_none=True)
         loss = float(made.forward_backward(model, batch, rank, plan))

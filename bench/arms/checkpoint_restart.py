@@ -16,7 +16,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,14 @@ class CheckpointRestart:
         self.name = f"checkpoint_restart:{mode}@{every}"
         self.settings: dict[str, Any] = {"save": mode, "every_steps": every}
         self.hosts: tuple[launching.Host, ...] = ()
+        self._launch: Launch | None = None
         self._processes = Processes()
 
     def refuses(self, plan: Plan) -> str:
         return "" if plan.parallel != "zero1" else "DCP does not save ZeroRedundancyOptimizer"
 
     def start(self, plan: Plan, launch: Launch) -> None:
+        self._launch = launch
         places = launching.seats(self.hosts, plan.world)
         hosts = list(dict.fromkeys(places))
         first = "127.0.0.1" if hosts[0] == launching.LOCAL else hosts[0]
@@ -75,9 +76,10 @@ class CheckpointRestart:
     def ended(self) -> str:
         return self._processes.ended()
 
-    def drain(self, rank: int, pid: int) -> None:
+    def drain(self, rank: int, host: str, pid: int) -> None:
         # torchrun knows no drain: the worker is told to go, and that is a failure like any other.
-        os.kill(pid, signal.SIGTERM)
+        assert self._launch is not None, "started"
+        self._launch.signal(host, pid, signal.SIGTERM)
 
     def stop(self) -> None:
         self._processes.stop()
@@ -154,7 +156,7 @@ def train(plan: Plan) -> None:
     import torch.distributed as dist
 
     from bench.workload import model as made
-    from bench.workload.log import TruthLog
+    from bench.workload.log import TruthLog, now_ns
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -168,7 +170,7 @@ def train(plan: Plan) -> None:
     log.start()
     batches = made.batches_from(made.loader_of(plan, data, rank), first)
     for step in range(first, plan.steps):
-        began = time.monotonic_ns()
+        began = now_ns()
         batch = next(batches)
         optimizer.zero_grad(set_to_none=True)
         loss = float(made.forward_backward(model, batch, rank, plan))

@@ -4,25 +4,34 @@
     keepstep:level1       spares that have only imported their modules
 
 Each rank has a node of its own, so that what it alone holds has its second home elsewhere, as in
-production. With a hostfile, each host is a node.
+production. With a hostfile each host is a node with its slots, all alike; the hosts behind those
+that the ranks take are spare. The orchestrator runs where the bench does.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
-import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from bench import launch as launching
 from bench import rig
-from bench.arms.arm import ROOT, environment_of
+from bench.arms.arm import ROOT, Processes, environment_of
 from bench.launch import Launch
 from bench.plan import Plan, read
-from keepstep.cli.cluster import ClusterPlan, NodePlan, find_job
+from keepstep.cli.cluster import (
+    NODES_SECONDS_MAX,
+    ClusterPlan,
+    LocalCluster,
+    NodePlan,
+    find_job,
+)
 from keepstep.errors import ConfigError, KeepstepError, Transient
-from keepstep.model import JobState
+from keepstep.model import JobSpec, JobState
 
 SPARES = 2
 GATE_SECONDS_MAX = 3600.0
@@ -41,12 +50,18 @@ class Keepstep:
         self.settings: dict[str, Any] = {"spares": SPARES, "standby_level": LEVELS[variant]}
         self.hosts: tuple[launching.Host, ...] = ()
         self._stack = ExitStack()
+        self._agents = Processes()
         self._rig: rig.Rig | None = None
         self._drained: list[str] = []
 
     def refuses(self, plan: Plan) -> str:
-        if self.hosts:
-            return "agents are started by `keepstep run` on each host, not by the bench (yet)"
+        if not self.hosts:
+            return ""
+        slots = {host.slots for host in self.hosts}
+        if len(slots) > 1 or plan.world % self.hosts[0].slots:
+            return "all hosts need the same number of slots, and the ranks have to fill them"
+        if plan.world // self.hosts[0].slots >= len(self.hosts):
+            return "every host has ranks, and none is left as a spare"
         return ""
 
     def start(self, plan: Plan, launch: Launch) -> None:
@@ -67,10 +82,49 @@ class Keepstep:
             preload=("bench.workload.model",),
             environment={**spec.environment, **around},
         )
+        if self.hosts:
+            self._rig = self._hosted(spec, plan, launch)
+            return
         names = rig.node_names(plan.world + int(self.settings["spares"]))
         nodes = [NodePlan(name, 1) for name in names]
         cluster = ClusterPlan(environment=around)
         self._rig = self._stack.enter_context(rig.running(spec, nodes, plan.room, cluster))
+
+    def _hosted(self, spec: JobSpec, plan: Plan, launch: Launch) -> rig.Rig:
+        """An agent on every host, started as any other arm starts its processes."""
+        slots = self.hosts[0].slots
+        taken = plan.world // slots
+        spares = min(spec.spares, (len(self.hosts) - taken) * slots)
+        self.settings["spares"] = spares
+        spec = replace(spec, nodes=taken, ranks_per_node=slots, spares=spares)
+        around = environment_of(plan)
+        # Without the mark: it ends in good order, after everything that bears one.
+        unmarked = {name: text for name, text in around.items() if name != launching.MARK}
+        ours = address_towards(self.hosts[0].name)
+        there = ClusterPlan(listen="0.0.0.0:0", advertise=ours, environment=unmarked)
+        cluster = self._stack.enter_context(LocalCluster(plan.room / "run", (), there))
+        rooms = {host.name: str(cluster.room(host.name)) for host in self.hosts}
+        self._stack.callback(self._leave, launch, plan, rooms)
+        for name, room in rooms.items():
+            command = [sys.executable, "-m", "keepstep.agent"]
+            command += ["--orchestrator", cluster.client.url, "--node", name, "--room", room]
+            command += ["--address", socket.gethostbyname(name), "--slots", str(slots)]
+            command = with_token(cluster.token_file, command)
+            self._agents.start(launch, name, command, around, plan.room / f"agent-{name}.log")
+        wanted = {host.name for host in self.hosts}
+        cluster.wait_until(
+            lambda picture: wanted <= set(picture["connected"]), NODES_SECONDS_MAX, "the hosts"
+        )
+        cluster.client.submit(spec)
+        return rig.Rig(cluster)
+
+    def _leave(self, launch: Launch, plan: Plan, rooms: Mapping[str, str]) -> None:
+        self._agents.stop()
+        # Workers outlive their agent.
+        launch.clear(plan.directory)
+        for name, room in rooms.items():
+            log = plan.room / f"agent-{name}.log"
+            launch.start(name, ["rm", "-rf", room], {}, log).wait(30.0)
 
     def ended(self) -> str:
         if self._rig is None:
@@ -89,7 +143,7 @@ class Keepstep:
             else f"{job['state']}: {job['detail']}"
         )
 
-    def drain(self, rank: int, pid: int) -> None:
+    def drain(self, rank: int, host: str, pid: int) -> None:
         assert self._rig is not None, "started"
         client = self._rig.cluster.client
         # Who was drained before is through with its maintenance, and may serve again.
@@ -103,6 +157,18 @@ class Keepstep:
         self._rig = None
 
 
+def address_towards(host: str) -> str:
+    """Ours, as that host sees it. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def with_token(file: Path, command: Sequence[str]) -> list[str]:
+    """Read from the storage that the hosts share: a command line shows in `ps`."""
+    return ["sh", "-c", 'KEEPSTEP_TOKEN="$(cat "$0")" exec "$@"', str(file), *command]
+
+
 # ---------------------------------------------------------------- inside the workers
 
 
@@ -112,7 +178,7 @@ def train(plan: Plan) -> None:
 
     import keepstep
     from bench.workload import model as made
-    from bench.workload.log import TruthLog
+    from bench.workload.log import TruthLog, now_ns
 
     torch.set_num_threads(1)
     data = made.Windows(plan)
@@ -138,7 +204,7 @@ def train(plan: Plan) -> None:
     loss = 0.0
     passes = plan.steps // (data.windows // (plan.world * plan.batch)) + 1
     for batch in session.steps(passes=passes, max_steps=plan.steps):
-        step, began, marks = session.step, time.monotonic_ns(), []
+        step, began, marks = session.step, now_ns(), []
         with session.attempt():
             optimizer.zero_grad(set_to_none=True)
             loss = float(made.forward_backward(model, batch, rank, plan))

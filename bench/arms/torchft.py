@@ -62,6 +62,7 @@ class Torchft:
         self.timeouts = VARIANTS[variant]
         self.settings: dict[str, Any] = {**asdict(self.timeouts), **versions()}
         self.hosts: tuple[launching.Host, ...] = ()
+        self._launch: Launch | None = None
         self._lighthouse = Processes()
         self._replicas = Processes()
 
@@ -75,6 +76,7 @@ class Torchft:
         return ""
 
     def start(self, plan: Plan, launch: Launch) -> None:
+        self._launch = launch
         places = launching.seats(self.hosts, plan.world)
         groups = plan.world if plan.parallel == "ddp" else REPLICAS
         size = plan.world // groups
@@ -113,9 +115,10 @@ class Torchft:
             return "the lighthouse ended"
         return self._replicas.ended()
 
-    def drain(self, rank: int, pid: int) -> None:
+    def drain(self, rank: int, host: str, pid: int) -> None:
         # Nothing for it is documented: the process is told to go, and torchrun starts it again.
-        os.kill(pid, signal.SIGTERM)
+        assert self._launch is not None, "started"
+        self._launch.signal(host, pid, signal.SIGTERM)
 
     def stop(self) -> None:
         self._replicas.stop()
@@ -189,7 +192,7 @@ def train(plan: Plan) -> None:
     from torchft import Optimizer, ProcessGroupGloo
 
     from bench.workload import model as made
-    from bench.workload.log import TruthLog
+    from bench.workload.log import TruthLog, now_ns
 
     torch.set_num_threads(1)
     # The group's own store and, with hsdp, its shards' collectives.
@@ -217,7 +220,7 @@ def train(plan: Plan) -> None:
     loader, place, loss = made.loader_of(plan, data, rank), -1, 0.0
     batches, batch = made.batches_from(loader, 0), None
     while (step := manager.current_step()) < plan.steps:
-        began = time.monotonic_ns()
+        began = now_ns()
         if step != place:
             if step != place + 1:
                 batches = made.batches_from(loader, step)

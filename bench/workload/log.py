@@ -1,7 +1,9 @@
 """What a rank did, written by the workload itself and by no system under test. No torch here.
 
 One file per rank, appended by whoever has that rank at the time; one write per line, so that a
-death cuts at most the last line short. Times are this machine's monotonic clock, in nanoseconds.
+death cuts at most the last line short. Times are this machine's monotonic clock, in nanoseconds;
+where ranks are on several machines (KSBENCH_CLOCK=wall), the time of day, which those have to keep
+alike.
 
     {"k": "start", "pid": 4711, "host": "a", "t": …}
     {"k": "step", "s": 12, "b": began, "t": applied, "ids": […], "w": [marks by rank], "loss": 2.31}
@@ -22,8 +24,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-GATE = "KSBENCH_GATE"
+GATE, CLOCK, HOST = "KSBENCH_GATE", "KSBENCH_CLOCK", "KSBENCH_HOST"
+WALL = "wall"
 Pause = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def now_ns() -> int:
+    """The clock of the truth, and of nothing else."""
+    return time.time_ns() if os.environ.get(CLOCK) == WALL else time.monotonic_ns()
 
 
 class TruthLog:
@@ -42,8 +50,9 @@ class TruthLog:
     def start(self) -> None:
         # A line that a dead predecessor left unfinished must not swallow ours.
         os.write(self._file, b"\n")
-        host = socket.gethostname()
-        self._say({"k": "start", "pid": os.getpid(), "host": host, "t": time.monotonic_ns()})
+        # By the name under which it was started: by that one it can be reached.
+        host = os.environ.get(HOST) or socket.gethostname()
+        self._say({"k": "start", "pid": os.getpid(), "host": host, "t": now_ns()})
 
     def step(
         self, number: int, began: int, ids: Sequence[int], marks: Sequence[int], loss: float
@@ -54,7 +63,7 @@ class TruthLog:
                 "k": "step",
                 "s": number,
                 "b": began,
-                "t": time.monotonic_ns(),
+                "t": now_ns(),
                 "ids": list(ids),
                 "w": list(marks),
                 "loss": round(loss, 6),
@@ -69,7 +78,7 @@ class TruthLog:
             {
                 "k": "end",
                 "s": steps,
-                "t": time.monotonic_ns(),
+                "t": now_ns(),
                 "digest": digest,
                 "loss": loss,
                 "windows": windows,

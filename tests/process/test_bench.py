@@ -5,20 +5,34 @@ from __future__ import annotations
 import pytest
 
 from bench import scenario, steady
-from bench.arms.arm import load
+from bench.arms.arm import ROOT, load
 from bench.harness import Limits, Run
-from bench.launch import Local, marked
+from bench.launch import Host, Local, Ssh, marked
 from bench.plan import Plan
+from keepstep.cli.cluster import rooms_directory
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 STEPS = 100
 KILL = '[[strike]]\nseconds = 1.0\nkind = "kill"\nrank = 1\n'
+SSH = """#!/bin/sh
+# What ssh does for the bench: options, a host, and a line for its shell.
+while [ "${1#-}" != "$1" ]; do
+    if [ "$1" = -o ]; then shift; fi
+    shift
+done
+shift
+exec sh -c "$*"
+"""
+HOSTS = tuple(Host(f"127.0.0.{number}") for number in (2, 3, 4))
 
 
-def run(arm, directory):
+def run(arm, directory, hosts=()):
     plan = Plan(size="1m", world=2, steps=STEPS, directory=str(directory))
-    one = Run(load(arm), scenario.parse("s", KILL), plan, Local())
+    made = load(arm)
+    made.hosts = hosts
+    launch = Ssh(str(ROOT), hosts) if hosts else Local()
+    one = Run(made, scenario.parse("s", KILL), plan, launch)
     result = one.go(Limits(60.0, still_seconds_max=60.0), lambda *_: None)
     assert list(marked(plan.directory)) == []
     assert result["outcome"] == "completed", result["said"]
@@ -38,6 +52,21 @@ def test_keepstep_loses_no_step_and_no_sample_and_ends_like_the_bare_engine(tmp_
     found = live["truth"]
     assert (found["recomputed"], found["lost"], found["doubled"]) == (0, 0, 0)
     assert found["digests"] == bare["truth"]["digests"]
+
+
+def test_hosts_of_a_hostfile_are_nodes_with_a_spare_among_them(tmp_path, monkeypatch):
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(SSH, encoding="utf-8")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ssh.parent), prepend=":")
+    bare = run("bare", tmp_path / "bare", HOSTS)
+    live = run("keepstep", tmp_path / "keepstep", HOSTS)
+    assert struck_once(live)
+    assert live["settings"]["spares"] == 1
+    assert live["truth"]["digests"] == bare["truth"]["digests"]
+    assert (live["truth"]["recomputed"], live["truth"]["lost"]) == (0, 0)
+    assert not rooms_directory(tmp_path / "keepstep" / "run").exists()
 
 
 def test_checkpoint_restart_computes_steps_again_and_loses_no_sample(tmp_path):

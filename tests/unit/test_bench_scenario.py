@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import scenario
+from bench.arms.arm import load
 from bench.launch import LOCAL, Host, Ssh, read_hostfile, seats
 from bench.plan import Plan
 from bench.scenario import Strike
@@ -89,6 +90,19 @@ def test_a_hostfile_fills_one_host_after_another():
 def test_a_wrong_hostfile_is_refused(text):
     with pytest.raises(ConfigError, match="hostfile"):
         read_hostfile(text)
+
+
+def test_keepstep_takes_hosts_that_are_alike_and_leave_one_to_spare():
+    arm, plan = load("keepstep"), Plan(world=4)
+    for hosts, why in (
+        ((Host("a", 2), Host("b", 2), Host("c", 2)), ""),
+        ((Host("a", 2), Host("b", 2)), "none is left as a spare"),
+        ((Host("a", 2), Host("b", 2), Host("c", 1)), "same number of slots"),
+        ((Host("a", 3), Host("b", 3)), "have to fill them"),
+    ):
+        arm.hosts = hosts
+        assert why in arm.refuses(plan)
+        assert bool(why) == bool(arm.refuses(plan))
 
 
 def test_too_few_slots_are_refused():

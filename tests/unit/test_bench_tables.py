@@ -81,9 +81,31 @@ def test_weights_are_the_same_only_if_every_rank_and_repetition_says_so():
     same = (a_run("bare", 10.0), a_run("x", 10.0))
     other = (a_run("bare", 10.0), a_run("x", 10.0, digests={"0": "a", "1": "c"}))
     nobody = (a_run("bare", 10.0), a_run("x", 10.0, digests={}))
+    not_all = (a_run("bare", 10.0), a_run("x", 10.0, digests={"0": "a"}))
+    wrong = (a_run("bare", 10.0), a_run("x", 10.0, digests={"0": "c"}))
     assert row(a_result(same), "x").same_as_bare == "yes"
     assert row(a_result(same, other), "x").same_as_bare == "no"
     assert row(a_result(nobody), "x").same_as_bare == "-"
+    assert row(a_result(same, not_all), "x").same_as_bare == "-"
+    assert row(a_result(not_all, wrong), "x").same_as_bare == "no"
+
+
+def test_counts_are_told_of_a_run_and_not_summed_over_repetitions():
+    runs = [(a_run("bare", 10.0), a_run("x", 12.0, recomputed=n, lost=2 * n)) for n in (1, 5, 3)]
+    told = tables.cells(row(a_result(*runs), "x"))
+    assert (told["recomputed"], told["lost"], told["doubled"]) == (
+        "3 [1, 5]",
+        "6 [2, 10]",
+        "0 [0, 0]",
+    )
+    assert told["start"] == "5.0 [5.0, 5.0]"
+
+
+def test_a_try_out_is_never_mixed_with_measurements():
+    runs = (a_run("bare", 10.0), a_run("x", 12.0))
+    found = tables.groups([a_result(runs), a_result(runs, short=True)])
+    assert [g.runs for g in found if g.arm == "x"] == [1, 1]
+    assert "12.0" in page.page(a_result(runs, short=True), "f")
 
 
 def test_a_run_that_failed_is_counted_and_named():
@@ -159,6 +181,16 @@ def test_the_markdown_names_its_sources_and_says_that_runs_were_short():
     assert "short" not in tables.markdown([a_result(runs)], ["f"])
 
 
+def test_of_many_intervals_the_readme_tells_the_best_one_and_that_there_were_others():
+    runs = [a_run("bare", 10.0)]
+    runs += [a_run(f"c:sync@{n}", t) for n, t in ((5, 14.0), (40, 12.0), (20, None), (80, 13.0))]
+    text = tables.markdown([a_result([*runs, a_run("c:async@5", 11.0)])], ["f"])
+    assert "| c:sync@40 | 1/1 | 1.200 |" in text
+    assert "| c:async@5 | 1/1 | 1.100 |" in text
+    assert text.count("| c:sync") == 1
+    assert "c:sync: the best of every 5, 20, 40, 80 steps." in text
+
+
 def test_only_what_is_between_the_markers_is_replaced():
     text = f"a\n{tables.BEGIN}\nold\n{tables.END}\nb\n"
     once = tables.replaced(text, "new")
@@ -183,6 +215,22 @@ def test_another_ranking_and_a_ratio_off_by_more_than_15_percent_differ():
     second = tables.groups([a_result((a_run("bare", 10.0), a_run("x", 14.0), a_run("y", 12.0)))])
     differs = [line for line in tables.compared(first, second) if "DIFFERS" in line]
     assert len(differs) == 2
+
+
+def test_a_system_that_fails_in_one_result_alone_differs():
+    good = tables.groups([a_result((a_run("bare", 10.0), a_run("x", 11.0)))])
+    bad = tables.groups([a_result((a_run("bare", 10.0), a_run("x", None)))])
+    assert any("1 of 1 and 0 of 1 runs completed: DIFFERS" in t for t in tables.compared(good, bad))
+    assert any("0 of 1 and 0 of 1 runs completed: same" in t for t in tables.compared(bad, bad))
+    gone = tables.groups([a_result((a_run("bare", 10.0),), refused={"x": "no replica"})])
+    assert not any(", x:" in line for line in tables.compared(good, gone))
+
+
+def test_an_arm_has_the_same_colour_in_every_plot():
+    runs = (a_run("bare", 10.0), a_run("x", None, finished=[]), a_run("y", 12.0, pauses=[0.5]))
+    text = page.page(a_result(runs), "f")
+    assert text.count(page.COLOURS[2]) >= 3
+    assert page.COLOURS[1] not in text
 
 
 def test_a_page_loads_nothing_and_escapes_what_it_is_told():
