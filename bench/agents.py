@@ -235,12 +235,15 @@ def main() -> int:
                 result = measure(bench, asked)
             finally:
                 bench.close()
-    path = record.keep(
-        "agents-quick" if asked.quick else "agents",
-        {"asked": {**vars(asked), "certificates": ""}, **result},
-    )
-    print(f"raw: {path.name}")
-    return conclude(result["figures"], asked)
+        path = record.keep(
+            "agents-quick" if asked.quick else "agents",
+            {"asked": {**vars(asked), "certificates": ""}, **result},
+        )
+        print(f"raw: {path.name}")
+        if code := conclude(result["figures"], asked):
+            # Its logs are left behind.
+            raise SystemExit(code)
+    return 0
 
 
 def measure(bench: Bench, asked: argparse.Namespace) -> dict[str, Any]:

@@ -7,6 +7,7 @@ handshake costs the same. What names a node is its certificate, and each has its
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from keepstep.cli import certs
 
 OPERATOR = "bench"
 SECONDS_MAX = 60.0
+DAYS = 90
 
 
 def make(directory: Path, nodes: Sequence[str]) -> None:
@@ -43,22 +45,27 @@ def make(directory: Path, nodes: Sequence[str]) -> None:
 
 
 def issued(directory: Path, node: str) -> bool:
-    return (directory / "nodes" / f"{node}.crt").exists()
+    """Whole, and good for a day or more."""
+    path = directory / "nodes" / f"{node}.crt"
+    return path.exists() and path.stat().st_mtime > time.time() - (DAYS - 1) * 86_400
 
 
 def _issue(authority: Path, there: Path, node: str) -> None:
-    told = there / f"{node}.ext"
+    told, made = there / f"{node}.ext", there / f"{node}.new"
     told.write_text(
         f"subjectAltName=URI:{tls.node_uri(node)}\nbasicConstraints=critical,CA:FALSE\n"
         "keyUsage=critical,digitalSignature\nextendedKeyUsage=clientAuth\n",
         encoding="utf-8",
     )
     _openssl(
-        *("x509", "-req", "-in", str(there / "csr"), "-out", str(there / f"{node}.crt")),
-        *("-days", "2", "-CA", str(authority / "ca.crt"), "-CAkey", str(authority / "ca.key")),
+        *("x509", "-req", "-in", str(there / "csr"), "-out", str(made)),
+        *("-CA", str(authority / "ca.crt"), "-CAkey", str(authority / "ca.key")),
+        *("-days", str(DAYS)),
         *("-set_serial", f"0x{node.encode().hex()}", "-extfile", str(told)),
     )
     told.unlink()
+    # Whoever finds it finds all of it.
+    made.rename(there / f"{node}.crt")
 
 
 def _openssl(*line: str) -> None:

@@ -8,6 +8,7 @@ that moves on by one each time, so that a machine that grows slower meets all ar
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from bench import page, record, rig, scenario, tables
 from bench.arms.arm import ROOT, Arm, load
 from bench.harness import Limits, Run
 from bench.plan import Plan
-from keepstep.errors import Permanent
+from keepstep.errors import ConfigError, Permanent
 
 ARMS = "bare,keepstep,torchft,torchft:tuned,checkpoint_restart:sync@20,checkpoint_restart:async@20"
 INTERVALS = (5, 10, 20, 40, 80)
@@ -252,6 +253,11 @@ class Campaign:
     def _read_hosts(self) -> tuple[launching.Host, ...]:
         if self._args.hostfile is None:
             return ()
+        if self._args.keep is None or "GLOO_SOCKET_IFNAME" not in os.environ:
+            raise ConfigError(
+                "--hostfile needs --keep DIR, a directory that all hosts share, and "
+                "GLOO_SOCKET_IFNAME, the network between them"
+            )
         return launching.read_hostfile(self._args.hostfile.read_text(encoding="utf-8"))
 
 

@@ -112,7 +112,7 @@ class Run:
         self.plan.write()
         began = time.monotonic()
         watch.start()
-        moved, others = 0, 0.0
+        moved, others = 0, None
         try:
             self.arm.start(self.plan, self.launch)
             outcome = self._wait_first(limits, told)
@@ -142,7 +142,7 @@ class Run:
             "striker_failed": striker.failed,
             "memory_bytes_max": watch.memory_bytes_max,
             "moved_bytes": moved,
-            "others_share": round(others, 4),
+            "others_share": None if others is None else round(others, 4),
             "processes_left": left,
             "said": self._last_words() if outcome else {},
             "truth": asdict(self._evaluate(striker)),

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bench.workload.log import CLOCK, HOST, WALL
-from keepstep.errors import ConfigError, Permanent
+from keepstep.errors import ConfigError, Permanent, Unreachable
 
 KEPT = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 32)}
 """glibc's own variables: freed memory is kept, in all arms alike. As it comes, it is given back by
@@ -99,7 +99,12 @@ class Ssh:
     ) -> subprocess.Popen[bytes]:
         around = {**environment, HOST: host, CLOCK: WALL}
         with log.open("ab") as file:
-            return subprocess.Popen(self.line(host, command, around), stdout=file, stderr=file)
+            return subprocess.Popen(
+                self.line(host, command, around),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
 
     def signal(self, host: str, pid: int, number: int) -> bool:
         line = [*SSH, host, f"kill -{int(number)} {pid}"]
@@ -111,12 +116,20 @@ class Ssh:
         return time.time()
 
     def clear(self, mark: str) -> int:
-        found = 0
+        found, failed = 0, []
         for host in self.hosts:
             command = [sys.executable, "-m", "bench.launch", mark]
             line = self.line(host.name, command, {"PYTHONPATH": self.path()})
-            done = subprocess.run(line, check=True, timeout=60, capture_output=True, text=True)
-            found += int(done.stdout)
+            try:
+                done = subprocess.run(
+                    line, timeout=60, capture_output=True, text=True, stdin=subprocess.DEVNULL
+                )
+                found += int(done.stdout.split()[-1])
+            except (subprocess.SubprocessError, ValueError, IndexError) as error:
+                # The other hosts all the same.
+                failed.append(f"{host.name}: {type(error).__name__}: {error}")
+        if failed:
+            raise Unreachable(f"hosts could not be cleared: {'; '.join(failed)}")
         return found
 
     def path(self) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import math
 import os
 import statistics
 import sys
@@ -26,7 +25,13 @@ from typing import Any
 from bench import record, tables
 from keepstep.chaos import fleet
 from keepstep.chaos import fleet_setting as setting
-from keepstep.chaos.fleet_compare import PUBLISHED, REPLACE_SECONDS, RESTORE_SECONDS
+from keepstep.chaos.fleet_compare import (
+    PLANNED,
+    PUBLISHED,
+    REPLACE_SECONDS,
+    RESTORE_SECONDS,
+    interval,
+)
 
 GPUS = (1024, 4096, 16_384, 100_000)
 MARKS = "<!-- scale:begin -->", "<!-- scale:end -->"
@@ -75,8 +80,8 @@ def simulate(months: int) -> list[dict[str, Any]]:
 
 
 def simulated(months: Sequence[Mapping[str, Any]]) -> str:
-    heads = ["GPUs", "largest job", "failures a month", "pause p50 / p95", "Keepstep"]
-    heads += [*(system.name for system in PUBLISHED), "checkpoint-restart"]
+    heads = ["GPUs", "spare machines", "largest job", "failures a month", "pause p50 / p95"]
+    heads += ["Keepstep", *(system.name for system in PUBLISHED), "checkpoint-restart"]
     lines = _head(heads)
     for gpus in sorted({month["plan"]["gpus"] for month in months}):
         mine = [month for month in months if month["plan"]["gpus"] == gpus]
@@ -88,7 +93,9 @@ def simulated(months: Sequence[Mapping[str, Any]]) -> str:
             statistics.median(month["ettr_published"][system.name] for month in mine)
             for system in PUBLISHED
         ]
-        cells = [f"{gpus:,}", f"{mine[0]['largest']:,}", f"{middle('failures'):,.0f}"]
+        spare = mine[0]["spares"] / (gpus // setting.GPUS_PER_NODE)
+        cells = [f"{gpus:,}", f"{100 * spare:.1f} %", f"{mine[0]['largest']:,}"]
+        cells += [f"{middle('failures'):,.0f}"]
         cells += [f"{middle('pause_p50'):.1f} / {middle('pause_p95'):.1f} s"]
         cells += [_percent(part) for part in (middle("ettr"), *others, middle("ettr_restart"))]
         lines.append(_row(cells))
@@ -98,18 +105,39 @@ def simulated(months: Sequence[Mapping[str, Any]]) -> str:
 # ---------------------------------------------------------------- one job, reckoned
 
 
+STEP_SECONDS = 8.0
+"""The middle of what the simulator draws. Half of one is lost with a fault, on average."""
+SEEN = {
+    "hang": setting.STALL_SEEN_SECONDS,
+    "node": setting.SILENCE_SEEN_SECONDS,
+    "network": setting.SILENCE_SEEN_SECONDS,
+}
+"""By what a failure does; all others are seen as an exit is."""
+
+
+def share(*effects: str) -> float:
+    """Of the failures that do this, by the published mix."""
+    whole = sum(kind.count for kind in setting.MIX)
+    return sum(kind.count for kind in setting.MIX if kind.effect in effects) / whole
+
+
 def keepstep_pause(gpus: int) -> float:
-    """A device fails under one job of that size, and a warm standby takes its seat."""
+    """From a failure under one job of that size to its next new step: a warm standby takes over."""
+    seen = sum(seconds * share(effect) for effect, seconds in SEEN.items())
+    seen += setting.EXIT_SEEN_SECONDS * (1 - share(*SEEN))
     meeting = max(setting.QUIESCE_SECONDS, setting.JOIN_SECONDS)
-    measured = setting.EXIT_SEEN_SECONDS + setting.REFORM_SECONDS + setting.RESUME_SECONDS
-    return measured + meeting + setting.groups_seconds(gpus) + setting.TRANSFER_SECONDS
+    phases = meeting + setting.REFORM_SECONDS + setting.RESUME_SECONDS
+    engine = setting.groups_seconds(gpus) + setting.TRANSFER_SECONDS
+    return seen + phases + engine + STEP_SECONDS / 2
 
 
-def restart_share(mttf: float) -> float:
-    """Of a job that saves at the best interval, to first order (Young, Daly)."""
-    down = REPLACE_SECONDS + RESTORE_SECONDS + setting.STARTUP_SECONDS
-    every = max(setting.SAVE_SECONDS, math.sqrt(2 * setting.SAVE_SECONDS * mttf))
-    lost = down + every / 2
+def restart_share(gpus: int) -> float:
+    """Of a job that saves at the best interval: what is planned loses no work, and who only crashed
+    waits for no machine, as in the simulated comparison."""
+    plan = setting.Plan(gpus=gpus)
+    mttf, every = 1.0 / plan.faults_per_second, interval(plan, gpus // setting.GPUS_PER_NODE)
+    down = REPLACE_SECONDS * (1 - share("process")) + RESTORE_SECONDS + setting.STARTUP_SECONDS
+    lost = down + every / 2 * (1 - share(*PLANNED))
     return max(0.0, every / (every + setting.SAVE_SECONDS) * (1 - lost / (mttf + lost)))
 
 
@@ -124,7 +152,7 @@ def reckoned() -> str:
         between = f"{mttf / 3600:.1f} h" if mttf >= 3600 else f"{mttf / 60:.0f} min"
         shares = [mttf / (mttf + p) for p in (pause, *(s.seconds for s in PUBLISHED))]
         cells = [f"{gpus:,}", between, f"{pause:.0f} s"]
-        lines.append(_row(cells + [_percent(part) for part in (*shares, restart_share(mttf))]))
+        lines.append(_row(cells + [_percent(part) for part in (*shares, restart_share(gpus))]))
     return "\n".join(lines)
 
 

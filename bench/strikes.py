@@ -9,6 +9,7 @@ Everything that was done is recorded, with the time at which it was.
 from __future__ import annotations
 
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ class Striker(threading.Thread):
                     self.failed += f"{strike.kind} of rank {strike.rank}: {error}; "
             while not self._over.is_set():
                 self._sleep_until(self._launch.now() + 1.0)
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             self.failed += f"{type(error).__name__}: {error}"
 
     def _carry_out(self, strike: Strike, until: float) -> None:

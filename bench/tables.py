@@ -7,6 +7,7 @@ finer would be honest. Ratios are taken within a repetition, against its own bar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +31,7 @@ class Spread:
     many: int
 
     def text(self, digits: int = 2, unit: str = "") -> str:
-        if self.many == 1:
+        if self.many == 1 or self.low == self.high:
             return f"{self.middle:.{digits}f}{unit}"
         low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
         return f"{self.middle:.{digits}f}{unit} [{low}, {high}]"
@@ -276,8 +277,10 @@ def best_intervals(mine: Sequence[Group]) -> tuple[list[Group], str]:
     best is a fair opponent. One that was not completed is the worst.
     """
 
-    def cost(group: Group) -> float:
-        return group.to_bare.middle if group.to_bare and not group.outcome else float("inf")
+    def cost(group: Group) -> tuple[bool, float]:
+        done = group.to_bare is not None and not group.outcome
+        # A ratio of a disturbed run says nothing, and may look good.
+        return not (done and is_quiet(group)), group.to_bare.middle if group.to_bare else math.inf
 
     families: dict[str, list[Group]] = {}
     for group in mine:
@@ -286,7 +289,7 @@ def best_intervals(mine: Sequence[Group]) -> tuple[list[Group], str]:
     swept = [
         f"{name}: the best of every {', '.join(_intervals(family))} steps"
         for name, family in families.items()
-        if len(family) > 1
+        if sum(not group.refused for group in family) > 1
     ]
     return [g for g in mine if id(g) in best], "; ".join(swept)
 
@@ -406,10 +409,11 @@ def compared(first: Sequence[Group], second: Sequence[Group], within: float = 0.
         if other is None or group.refused or other.refused:
             continue
         name = f"{group.scenario}, {group.workload}, {group.arm}"
-        if group.to_bare is None or other.to_bare is None:
+        if group.outcome or other.outcome:
             done = f"{group.completed} of {group.runs} and {other.completed} of {other.runs}"
-            verdict = "same" if group.to_bare is other.to_bare else "DIFFERS"
-            lines.append(f"{name}: {done} runs completed: {verdict}")
+            alike = group.completed * other.runs == other.completed * group.runs
+            lines.append(f"{name}: {done} runs completed: {'same' if alike else 'DIFFERS'}")
+        if group.to_bare is None or other.to_bare is None:
             continue
         a, b = group.to_bare.middle, other.to_bare.middle
         off = b / a - 1

@@ -8,7 +8,7 @@ otherwise. A step
 is *recomputed* if a line of it began after it was finished. Which samples are in the model is read
 from the marks that travelled with the gradients, in the last execution of each step.
 
-Everything is in seconds of one monotonic clock. Lines that do not parse are counted, not guessed.
+Everything is in seconds of one clock. Lines that do not parse are counted, not guessed.
 """
 
 from __future__ import annotations

@@ -49,9 +49,10 @@ class Watch(threading.Thread):
         self.others.clear()
         self._before = interface_bytes(self._interface)
 
-    def others_share(self) -> float:
-        """The median: starts and deaths of our own processes are outliers in it."""
-        return figures.median(self.others) if self.others else 0.0
+    def others_share(self) -> float | None:
+        """The median: starts and deaths of our own processes are outliers in it. None: nobody
+        could look, because nothing of the run was on this machine."""
+        return figures.median(self.others) if self.others else None
 
     def moved_bytes(self) -> int:
         return interface_bytes(self._interface) - self._before

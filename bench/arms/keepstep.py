@@ -100,7 +100,7 @@ class Keepstep:
         around = environment_of(plan)
         # Without the mark: it ends in good order, after everything that bears one.
         unmarked = {name: text for name, text in around.items() if name != launching.MARK}
-        ours = address_towards(self.hosts[0].name)
+        ours = address_towards([host.name for host in self.hosts])
         there = ClusterPlan(listen="0.0.0.0:0", advertise=ours, environment=unmarked)
         cluster = self._stack.enter_context(LocalCluster(plan.room / "run", (), there))
         rooms = {host.name: str(cluster.room(host.name)) for host in self.hosts}
@@ -157,11 +157,23 @@ class Keepstep:
         self._rig = None
 
 
-def address_towards(host: str) -> str:
-    """Ours, as that host sees it. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
+def address_towards(hosts: Sequence[str]) -> str:
+    """Ours, as all these hosts see it. Nothing is sent."""
+    found = set()
+    for host in hosts:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((host, 9))
+            except OSError as error:
+                raise ConfigError(f"hostfile: {host} has no address here: {error}") from None
+            found.add(str(probe.getsockname()[0]))
+    far = {address for address in found if not address.startswith("127.")}
+    if len(far or found) > 1 or (far and far != found):
+        raise ConfigError(
+            f"hostfile: this machine is {', '.join(sorted(found))} to its hosts, and needs one "
+            "address for all of them: give it the name that the others know it by"
+        )
+    return found.pop()
 
 
 def with_token(file: Path, command: Sequence[str]) -> list[str]:

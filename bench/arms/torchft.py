@@ -67,6 +67,8 @@ class Torchft:
         self._replicas = Processes()
 
     def refuses(self, plan: Plan) -> str:
+        if self.hosts:
+            return "its managers are told to meet at localhost here: one machine only"
         if plan.parallel == "fsdp":
             return "full shard has no replica: TorchFT works across replicas"
         if plan.parallel == "zero1":

@@ -579,6 +579,10 @@ time.sleep(600)
 """
 
 
+def for_both(report: wire.PhaseReport) -> bool:
+    return [seat.alike for seat in report.seats] == ["0-1"]
+
+
 @scene
 async def test_orders_reach_the_workers_and_their_reports_come_back_as_one(here: World) -> None:
     await here.start_agent()
@@ -586,8 +590,10 @@ async def test_orders_reach_the_workers_and_their_reports_come_back_as_one(here:
     for rank in (0, 1):
         await eventually(lambda rank=rank: here.log(rank).read_text(encoding="utf-8"))
     here.orchestrator.order(wire.Quiesce("test"), generation=2, order_id="q2")
-    _, report = await here.orchestrator.until(wire.PhaseReport, lambda m: len(m.seats) == 2)
-    assert (report.generation, [seat.rank for seat in report.seats]) == (2, [0, 1])
+    _, report = await here.orchestrator.until(wire.PhaseReport, for_both)
+    # The same is true of both, and it is said once.
+    (seat,) = report.seats
+    assert (report.generation, seat.rank, seat.alike) == (2, 0, "0-1")
     # The same order again: the report again, and nothing new for the workers.
     before = len(here.orchestrator.heard)
     here.orchestrator.order(wire.Quiesce("test"), generation=2, order_id="q2")
@@ -649,18 +655,18 @@ async def test_workers_and_their_reports_survive_agent_and_orchestrator(here: Wo
     for rank in (0, 1):
         await eventually(lambda rank=rank: here.log(rank).read_text(encoding="utf-8"))
     here.orchestrator.order(wire.Quiesce("test"), generation=2, order_id="q2")
-    await here.orchestrator.until(wire.PhaseReport, lambda m: len(m.seats) == 2)
+    await here.orchestrator.until(wire.PhaseReport, for_both)
     # The stream breaks: the agent comes back by itself and says it again.
     before = len(here.orchestrator.heard)
     assert here.orchestrator.writer is not None
     here.orchestrator.writer.transport.abort()
     await here.orchestrator.until(wire.Hello, since=before)
-    await here.orchestrator.until(wire.PhaseReport, lambda m: len(m.seats) == 2, since=before)
+    await here.orchestrator.until(wire.PhaseReport, for_both, since=before)
     # The agent dies: the workers' links come back and repeat their reports to the next one.
     before = len(here.orchestrator.heard)
     await here.kill_agent()
     await here.start_agent()
-    await here.orchestrator.until(wire.PhaseReport, lambda m: len(m.seats) == 2, since=before)
+    await here.orchestrator.until(wire.PhaseReport, for_both, since=before)
 
 
 @scene

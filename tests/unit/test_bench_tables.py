@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from bench import page, tables
+from bench import page, record, tables
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def a_run(arm, seconds, **truth):
@@ -96,9 +101,9 @@ def test_counts_are_told_of_a_run_and_not_summed_over_repetitions():
     assert (told["recomputed"], told["lost"], told["doubled"]) == (
         "3 [1, 5]",
         "6 [2, 10]",
-        "0 [0, 0]",
+        "0",
     )
-    assert told["start"] == "5.0 [5.0, 5.0]"
+    assert told["start"] == "5.0"
 
 
 def test_a_try_out_is_never_mixed_with_measurements():
@@ -189,6 +194,19 @@ def test_of_many_intervals_the_readme_tells_the_best_one_and_that_there_were_oth
     assert "| c:async@5 | 1/1 | 1.100 |" in text
     assert text.count("| c:sync") == 1
     assert "c:sync: the best of every 5, 20, 40, 80 steps." in text
+    noisy = {**a_run("c:sync@80", 10.5), "others_share": 0.4}
+    text = tables.markdown([a_result([*runs[:3], noisy])], ["f"])
+    assert "| c:sync@40 | 1/1 | 1.200 |" in text, "one that was disturbed is not the best"
+    away = a_result([a_run("bare", 10.0)], refused={"c:sync@5": "no", "c:sync@10": "no"})
+    assert "best of" not in tables.markdown([away], ["f"])
+
+
+def test_the_readmes_tables_are_those_of_its_raw_results():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    told = text.partition(tables.BEGIN)[2].partition(tables.END)[0]
+    names = list(dict.fromkeys(re.findall(r"bench/results/[\w.-]+\.json\.gz", told)))
+    results = [record.read(ROOT / name) for name in names]
+    assert tables.markdown(results, names) == told.strip("\n")
 
 
 def test_only_what_is_between_the_markers_is_replaced():
@@ -222,6 +240,10 @@ def test_a_system_that_fails_in_one_result_alone_differs():
     bad = tables.groups([a_result((a_run("bare", 10.0), a_run("x", None)))])
     assert any("1 of 1 and 0 of 1 runs completed: DIFFERS" in t for t in tables.compared(good, bad))
     assert any("0 of 1 and 0 of 1 runs completed: same" in t for t in tables.compared(bad, bad))
+    half = tables.groups(
+        [a_result((a_run("bare", 10.0), a_run("x", None)), (a_run("bare", 10.0), a_run("x", 11.0)))]
+    )
+    assert any("1 of 1 and 1 of 2 runs completed: DIFF" in t for t in tables.compared(good, half))
     gone = tables.groups([a_result((a_run("bare", 10.0),), refused={"x": "no replica"})])
     assert not any(", x:" in line for line in tables.compared(good, gone))
 

@@ -37,15 +37,26 @@ def test_it_speaks_for_a_loop_that_is_late_and_for_no_other(told, speaks):
 class Store:
     """A journal that counts, and fails at first."""
 
-    def __init__(self) -> None:
+    def __init__(self, leads: bool = True) -> None:
+        self.leads = leads
         self.asked: list[Term] = []
         self.twice = threading.Event()
+        self.closed = threading.Event()
 
-    def prolong(self, term: Term) -> None:
+    def lease_line(self) -> Store:
+        return self
+
+    def ready(self) -> None: ...
+
+    def prolong(self, term: Term) -> bool:
         self.asked.append(term)
         if len(self.asked) == 1:
-            raise Transient("no answer", 0.1)
+            raise OSError("too many open files") if self.leads else Transient("no answer", 0.1)
         self.twice.set()
+        return self.leads
+
+    def close(self) -> None:
+        self.closed.set()
 
 
 def test_what_fails_is_tried_again_and_nothing_is_said_after_the_end():
@@ -58,6 +69,16 @@ def test_what_fails_is_tried_again_and_nothing_is_said_after_the_end():
     assert set(store.asked) == {7}
     assert not any(thread.name == "keepstep-lease" for thread in threading.enumerate())
     assert len(store.asked) == asked
+    assert store.closed.is_set()
+
+
+def test_a_term_that_is_over_has_nothing_to_keep():
+    store, said = Store(leads=False), []
+    late = {**fares(0.03), "lease_seconds": 0.04}
+    with lease.kept(store, Term(7), lambda: late, lambda name, **_: said.append(name)):
+        assert store.closed.wait(SECONDS_MAX)
+    assert said == ["lease.not_prolonged", "lease.lost"]
+    assert len(store.asked) == 2
 
 
 def test_a_loop_in_time_is_left_alone():

@@ -144,14 +144,16 @@ def test_many_agents_are_asked_to_speak_less_often_but_twice_before_they_count_a
     assert 2 * beat_seconds(100_000, 1.0) < 1.0
 
 
-def test_a_node_is_quiet_after_two_heartbeats_whatever_their_pace():
+def test_a_node_is_quiet_after_two_heartbeats_or_one_that_is_late_by_the_shortest():
     known = heard(a=10.0, b=12.0)
     assert quiet_nodes(known, 12.5) == {"a"}
-    assert quiet_nodes(known, 12.5, 1.5) == set()
+    assert quiet_nodes(known, 11.9, 1.5) == set()
+    assert quiet_nodes(known, 12.1, 1.5) == {"a"}
 
 
 def test_ticks_come_less_often_while_thousands_are_in_doubt():
     config = OrchestratorConfig()
     overdue = [until_tick(0.0, 10.0, config, 2.0, doubtful) for doubtful in (0, 10, 5000)]
-    assert overdue == [TICK_SECONDS_MIN, TICK_SECONDS_MIN, 1.0]
+    assert overdue == [TICK_SECONDS_MIN, TICK_SECONDS_MIN, 0.5], "never beyond a lease's quarter"
+    assert until_tick(0.0, 10.0, config, 0.0, 5000) == 1.0
     assert until_tick(10.05, 10.0, config, 2.0, 10) == pytest.approx(0.05)

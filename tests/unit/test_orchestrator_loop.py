@@ -42,6 +42,9 @@ class WatchedJournal(SqliteJournal):
         self.away = 0
         """How many appends to come find no database."""
         self.lease_seconds = 0.0
+        self.unheard = 0
+        """How many appends to come have no answer: the same write has to come again."""
+        self.written: tuple[Any, ...] | None = None
         self.full = False
         """No room for a snapshot."""
 
@@ -56,7 +59,15 @@ class WatchedJournal(SqliteJournal):
             self.away -= 1
             self.happened.append("away")
             raise Transient("the database is away", 0.0)
+        if arguments[2]:
+            self.written = self.written or arguments
+            assert arguments == self.written, "a write in doubt is repeated as it was"
+        if self.unheard:
+            self.unheard -= 1
+            self.happened.append("unheard")
+            raise Transient("the connection broke", 0.0)
         standing = super().append(*arguments)
+        self.written = None
         self.happened.append("on disk" if arguments[2] else "renewed")
         return replace(standing, lease_seconds=self.lease_seconds)
 
@@ -146,6 +157,37 @@ def test_a_long_queue_is_written_in_slices_of_time(scene: Scene, monkeypatch: py
     assert scene.happened.count("on disk") == 3
     assert scene.happened.count("sent") == 7
     assert scene.loop.cluster.jobs[JOB].published_step == 7
+
+
+def test_a_write_in_doubt_is_repeated_alone_and_what_waited_is_judged_by_clocks_moved_on(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    stepped: list[str] = []
+
+    def slow(*arguments: Any) -> brain.Decision:
+        stepped.append(type(arguments[1]).__name__)
+        scene.clock.advance_to(scene.clock.now() + 0.06)
+        return step(*arguments)
+
+    scene.feed(HELLO, SUBMITTED)
+    scene.happened.clear()
+    step = brain.step
+    monkeypatch.setattr(brain, "step", slow)
+    scene.journal.unheard = 12
+    asleep = asyncio.sleep
+
+    async def wait(seconds: float) -> None:
+        scene.clock.advance_to(scene.clock.now() + 0.1)
+        await asleep(0)
+
+    monkeypatch.setattr(run.asyncio, "sleep", wait)
+    waiting = [Waiting(publish(scene, number)) for number in range(1, 6)]
+    asyncio.run(scene.loop._until_written(waiting))
+    assert scene.happened[:13] == ["unheard"] * 12 + ["on disk"]
+    assert scene.loop.cluster.jobs[JOB].published_step == 5
+    (outage,) = scene.loop.cluster.outages
+    assert 1.0 < outage.seconds < 1.6, "and not the time in which it was there"
+    assert stepped == ["Publish"] * 2 + ["ControlPlaneBack"] + ["Publish"] * 3
 
 
 def test_events_that_wait_together_share_one_write(scene: Scene):

@@ -180,6 +180,11 @@ def test_two_kinds_of_the_same_are_two_words(other: dict[str, object]):
     assert [seat.alike for seat in told.seats] == ["0-2/2", "1-3/2"]
 
 
+def test_who_has_resumed_does_not_say_that_it_is_whole():
+    told = joined(whole(well(0, intact=False), well(1, intact=False), phase=Phase.RESUME))
+    assert [seat.alike for seat in told.seats] == ["0-1"]
+
+
 def test_progress_and_agreement_are_told_one_by_one():
     for phase in (Phase.AGREE, Phase.REFORM, Phase.TRANSFER, Phase.SAVE):
         report = whole(well(0), well(1), phase=phase)

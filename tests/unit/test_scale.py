@@ -66,4 +66,4 @@ def test_a_pause_grows_with_the_job_and_a_restart_suffers_most():
     assert pauses == sorted(pauses)
     for gpus in scale.GPUS:
         mttf = 1.0 / Plan(gpus=gpus).faults_per_second
-        assert scale.restart_share(mttf) < mttf / (mttf + max(s.seconds for s in PUBLISHED))
+        assert scale.restart_share(gpus) < mttf / (mttf + max(s.seconds for s in PUBLISHED))

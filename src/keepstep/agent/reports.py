@@ -122,18 +122,20 @@ def joined(report: PhaseReport) -> PhaseReport:
         # Times differ a little, and nobody needs more than the longest.
         common = replace(seat, rank=Rank(-1), step_seconds=0.0)
         known = next((group for same, group in groups if same == common), None)
-        if known is not None and _plain(seat):
+        if known is not None and _plain(seat, report.phase):
             known.append(seat)
         else:
             groups.append((common, [seat]))
     return replace(report, seats=tuple(_one(group) for _, group in groups))
 
 
-def _plain(seat: SeatReport) -> bool:
-    """Only what is well can be alike; a joiner without state speaks for itself, too."""
+def _plain(seat: SeatReport, phase: Phase) -> bool:
+    """Only what is well can be alike; a joiner without state speaks for itself, too. Who has
+    resumed is whole, and does not say so."""
     own = seat.problem or seat.covers or seat.busy_seconds or seat.unsynced or seat.alike
     own = own or seat.moved_bytes
-    return seat.intact and seat.boundary >= 0 and not (own or seat.ready or seat.unsettled)
+    whole = seat.boundary >= 0 and (seat.intact or phase is Phase.RESUME)
+    return whole and not (own or seat.ready or seat.unsettled)
 
 
 def _one(group: list[SeatReport]) -> SeatReport:

@@ -25,10 +25,10 @@ ENTRY = "keepstep.training.store_host:main"
 START_SECONDS_MAX = 60.0
 """With torch preloaded a few milliseconds; without, an import of torch."""
 RETRY_SECONDS = 1.0
-STEADY_SECONDS, BACKOFF_SECONDS_MAX = 60.0, 30.0
+STEADY_SECONDS, BACKOFF_SECONDS_MAX = 60.0, 5.0
 """One that lived shorter than this has died young. After the first of those the next is started at
-once; further ones wait, ever longer: each new store is a new generation for the jobs that meet
-there."""
+once; further ones wait, up to some seconds: each new store is a new generation for the jobs that
+meet there, and meanwhile they cannot."""
 
 
 class Store:

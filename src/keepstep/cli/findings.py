@@ -204,7 +204,7 @@ def _agents_certificates(facts: Facts) -> Iterator[Finding]:
     if soon:
         verb = f"has ended {-left:.1f} days ago" if left <= 0 else f"ends in {left:.0f} days"
         says = f"{_some(soon)}: as shown when they connected; the first {verb}"
-        fix = "see that their files are renewed: an agent without one cannot connect again"
+        fix = "see that their files are renewed; a new one is seen when its agent connects again"
         yield Finding(Level.WARN, "certificate", says, fix)
     else:
         says = f"of {len(until)} agents, as shown when they connected: {left:.0f} days or more"

@@ -128,12 +128,23 @@ class Journal(Protocol):
         """Let go of the store, and of the lease."""
 
 
+class LeaseLine(Protocol):
+    """The lease and nothing else. Transient if the store does not answer."""
+
+    def ready(self) -> None:
+        """Connect, if need be."""
+
+    def prolong(self, term: Term) -> bool:
+        """Make this term's lease longer. False: it has none any more."""
+
+    def close(self) -> None: ...
+
+
 class SharedJournal(Journal, Protocol):
     """What followers need besides: a journal that others write, and that they read."""
 
-    def prolong(self, term: Term) -> None:
-        """Make this term's lease longer, and nothing else; from another thread than the writer's.
-        Transient if the store does not answer."""
+    def lease_line(self) -> LeaseLine:
+        """A way to the lease for another thread than the writer's, and for that one alone."""
 
     def look(self) -> Look:
         """Who leads, and for how long at least."""

@@ -124,8 +124,6 @@ class PostgresJournal:
         """Writes that may have landed, by the head that they would have left."""
         self._moved: dict[str, str] = {}
         """Where our own snapshots, which we gave up and which landed, moved the caller's head."""
-        self._beside: Connection | None = None
-        """For the thread that keeps the lease, and for nobody else."""
 
     # ---------------------------------------------------------------- the lease
 
@@ -153,18 +151,8 @@ class PostgresJournal:
         term, holder, seconds, seq, endpoint = row
         return Look(Term(term), seq, holder, endpoint, max(0.0, seconds))
 
-    def prolong(self, term: Term) -> None:
-        """On a connection of its own, because it is another thread's. What fails is tried again."""
-        try:
-            if self._beside is None:
-                self._beside = self._connect(migrate=False)
-            with cut_off_late(self._beside.fileno(), BRIEF_SECONDS_MAX):
-                self._beside.execute(sql.PROLONG, {"term": term, "lease": self._lease})
-        except self._psycopg.Error as error:
-            if self._beside is not None:
-                self._beside.close()
-            self._beside = None
-            raise Transient(f"the lease: {_in_a_line(error)}", RETRY_SECONDS) from error
+    def lease_line(self) -> LeaseLine:
+        return LeaseLine(lambda: self._connect(migrate=False), self._psycopg.Error, self._lease)
 
     def let_go(self) -> None:
         """Of the lease, if it is still ours and the database is there to be told."""
@@ -179,8 +167,6 @@ class PostgresJournal:
     def close(self) -> None:
         self.let_go()
         self._drop()
-        if self._beside is not None:
-            self._beside.close()
         if self._connecting is not None:
             self._connecting.add_done_callback(_close_unused)
         self._threads.shutdown(wait=False)
@@ -400,6 +386,43 @@ class PostgresJournal:
                 "the journal's URL cannot be read; write postgresql://USER@HOST:PORT/DATABASE, and "
                 "in a password %2F for /, %40 for @"
             ) from None
+
+
+class LeaseLine:
+    """The lease alone, on a connection of its own: for one thread, which is not the writer's."""
+
+    def __init__(
+        self, connect: Callable[[], Connection], trouble: type[Exception], lease_seconds: float
+    ) -> None:
+        self._connect, self._trouble, self._lease = connect, trouble, lease_seconds
+        self._connection: Connection | None = None
+
+    def ready(self) -> None:
+        try:
+            self._connection = self._connection or self._connect()
+        except (self._trouble, OSError) as error:
+            raise Transient(f"no connection: {_in_a_line(error)}", RETRY_SECONDS) from error
+
+    def prolong(self, term: Term) -> bool:
+        """False: this term has no lease any more."""
+        for again in (True, False):
+            self.ready()
+            assert self._connection is not None
+            try:
+                with cut_off_late(self._connection.fileno(), BRIEF_SECONDS_MAX):
+                    asked = {"term": term, "lease": self._lease}
+                    return self._connection.execute(sql.PROLONG, asked).rowcount > 0
+            except (self._trouble, OSError) as error:
+                # It may have been lost long ago, while nobody asked anything of it.
+                self.close()
+                if not again:
+                    raise Transient(_in_a_line(error), RETRY_SECONDS) from error
+        raise AssertionError("returned, or raised")
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
 
 def driver() -> Any:

@@ -44,9 +44,10 @@ FROM keepstep.standing
 """
 PROLONG = """
 UPDATE keepstep.standing
-SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => %(lease)s)),
-    written_at = clock_timestamp()
-WHERE term = %(term)s
+-- Not written_at: nothing is decided meanwhile, and whoever takes over has to know since when.
+SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => %(lease)s))
+-- A lease that is over, or was let go of, stays so.
+WHERE term = %(term)s AND expires_at > clock_timestamp()
 """
 LET_GO = """
 UPDATE keepstep.standing SET expires_at = clock_timestamp(), written_at = clock_timestamp()

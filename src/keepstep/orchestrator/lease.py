@@ -24,7 +24,7 @@ from keepstep.orchestrator.journal import SharedJournal
 LATE_SECONDS_MAX = 10.0
 """A loop that is late by more is taken for dead. Agents have left it by then, after 4 s."""
 LEAVE_SECONDS_MAX = 0.5
-"""For the thread to end: a last word after that makes the next leader wait, and does no harm."""
+"""For the thread to end. It may be connecting; it says nothing after that."""
 
 Log = Callable[..., None]
 
@@ -44,15 +44,24 @@ def kept(
     over = threading.Event()
 
     def keep() -> None:
-        while not over.wait(lease / 4):
-            told = keeping()
-            if not speaks(told, lease) or over.is_set():
-                continue
-            try:
-                journal.prolong(term)
-                log("lease.prolonged", late_seconds=round(told["written_seconds_ago"], 3))
-            except Transient as error:
-                log("lease.not_prolonged", why=str(error))
+        line = journal.lease_line()
+        try:
+            while not over.wait(lease / 4):
+                try:
+                    # In time: a leader that is late has none to connect.
+                    line.ready()
+                    told = keeping()
+                    if over.is_set() or not speaks(told, lease):
+                        continue
+                    if not line.prolong(term):
+                        log("lease.lost", term=term)
+                        return
+                    log("lease.prolonged", late_seconds=round(told["written_seconds_ago"], 3))
+                except (Transient, OSError, RuntimeError) as error:
+                    # No file or thread to be had is a bad moment, too, and not the end of it.
+                    log("lease.not_prolonged", why=str(error))
+        finally:
+            line.close()
 
     thread = threading.Thread(target=keep, name="keepstep-lease", daemon=True)
     thread.start()

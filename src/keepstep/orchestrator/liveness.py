@@ -144,8 +144,9 @@ def beat_seconds(nodes: int, silent_seconds_max: float) -> float:
 def quiet_nodes(
     last_heard: Mapping[NodeId, float], now: float, beat_seconds: float = BEAT_SECONDS_MIN
 ) -> set[NodeId]:
-    """Nodes that have missed a heartbeat or two."""
-    since = now - QUIET_BEATS * beat_seconds
+    """Nodes that have missed a heartbeat or two. Where those come slowly, one that is late: jobs
+    need time to vouch for them."""
+    since = now - min(QUIET_BEATS * beat_seconds, beat_seconds + BEAT_SECONDS_MIN)
     return {node for node, heard in last_heard.items() if heard < since}
 
 

@@ -244,7 +244,7 @@ class Orchestrator:
                 self._away = False
                 if not self._batch:
                     break
-                seconds = 0.0
+                began, seconds = self._clock.monotonic(), 0.0
             except Transient as error:
                 self._away = True
                 if str(error) != told:
@@ -261,10 +261,10 @@ class Orchestrator:
         now = self._clock.monotonic()
         self._log("journal.back", seconds=round(now - began, 3))
         if now - began >= self._config.late_seconds_max:
-            # All owners of jobs read this. The driver's words (a host, a user) are in our log.
-            self._batch.append(Waiting(events.ControlPlaneBack(now - began, JOURNAL_AWAY)))
-            # A tick that has waited since is late by the same time: it does not count twice.
-            self._tick_due = now
+            # All owners of jobs read this: the driver's words (a host, a user) are in our log only.
+            # It comes before what has waited, and moves the clocks by which that is judged.
+            self._batch.appendleft(Waiting(events.ControlPlaneBack(now - began, JOURNAL_AWAY)))
+            self._tick_due = now  # One that has waited since is late by the same time: once only.
         return now
 
     def _all_may_come(self) -> float:
@@ -275,10 +275,11 @@ class Orchestrator:
         """Step events, write the steps together, let their orders out. As many as fit into a slice
         of time: neither the lease nor the streams' readers can wait for all."""
         self._batch.extend(waiting)
+        if self._steps:  # A write in doubt: the very same again, before anything is added.
+            self._commit()
+            return
         until = self._clock.monotonic() + SLICE_SECONDS_MAX
-        while self._torn or (
-            self._batch and not (self._steps and self._clock.monotonic() >= until)
-        ):
+        while self._torn or (self._batch and not (self._steps and self._clock.monotonic() > until)):
             if self._torn:
                 self._commit()
                 self.cluster, _ = self._restore()
@@ -411,8 +412,7 @@ class Orchestrator:
 
     def _until_tick(self) -> float:
         due, lease = brain.due(self.cluster), self._standing.lease_seconds
-        crowd = len(self.cluster.doubtful)
-        return ticking.until_tick(due, self.now(), self._config, lease, crowd)
+        return ticking.until_tick(due, self.now(), self._config, lease, len(self.cluster.doubtful))
 
     async def _hear_witnesses(self, silent: set[NodeId], now: float) -> None:
         """Ask the jobs' steps about the nodes that say nothing."""

@@ -23,6 +23,7 @@ def until_tick(
         return min(config.tick_seconds, lease / 4) if lease else config.tick_seconds
     # Not at once even if overdue: a budget that ran out must not make us spin.
     least = max(TICK_SECONDS_MIN, doubtful / DOUBTS_PER_SECOND_MAX)
+    least = min(least, lease / 4) if lease else least
     return min(max(due - now, least), max(config.tick_busy_seconds, least))
 
 
