@@ -103,7 +103,7 @@ test-process: ## real processes, sockets and, as root, network namespaces
 	@if [ -z "$(wildcard $(PROCESS)/test_*.py $(filter %.py,$(PROCESS)))" ]; then \
 		echo 'process tests: none'; exit 0; fi; \
 	start=$$SECONDS; \
-	$(BOUND) 3000 $(PY) -m pytest -q --durations=15 $(PROCESS) 2>&1 | tee $(LOGS)/process.log; \
+	$(BOUND) 3600 $(PY) -m pytest -q --durations=15 $(PROCESS) 2>&1 | tee $(LOGS)/process.log; \
 	echo "process tests: $$((SECONDS - start)) s"
 
 .PHONY: sim
