@@ -203,12 +203,13 @@ def test_every_write_makes_the_lease_longer_and_an_empty_one_does_only_that(plac
 
 
 def test_the_lease_of_a_loop_that_is_late_is_kept_from_beside_it(place: Place):
-    first, second = place.journal("one", 1.0), place.journal("two", 1.0)
+    # Long enough for a thread that others keep from running for a second or two.
+    first, second = place.journal("one", 3.0), place.journal("two", 3.0)
     standing = first.begin_term()
-    fares = {"away": False, "written_seconds_ago": 0.6, "lease_seconds": 1.0}
+    fares = {"away": False, "written_seconds_ago": 1.6, "lease_seconds": 3.0}
     said: list[str] = []
     with lease.kept(first, standing.term, lambda: fares, lambda name, **_: said.append(name)):
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
             with pytest.raises(Transient, match="one leads term"):
                 second.begin_term()
