@@ -26,27 +26,18 @@ def make(directory: Path, nodes: Sequence[str]) -> None:
     there = directory / "nodes"
     there.mkdir(exist_ok=True)
     (there / tls.AUTHORITY).write_bytes((directory / "ca" / "ca.crt").read_bytes())
-    line: tuple[str, ...] = (
-        "req",
-        "-new",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-    )
-    if not (there / "csr").exists():
-        line += ("-keyout", str(there / tls.KEY), "-out", str(there / "csr"), "-subj", "/CN=n")
-        _openssl(*line)
-    missing = [node for node in nodes if not issued(directory, node)]
+    key, request = str(there / tls.KEY), there / "csr"
+    if not request.exists():
+        made = ("-keyout", key, "-out", str(request), "-subj", "/CN=n")
+        _openssl("req", "-new", *certs.KEY, *made)
+    missing = [node for node in nodes if not _issued(there / f"{node}.crt")]
     with ThreadPoolExecutor(2) as pool:
         for _ in pool.map(lambda node: _issue(directory / "ca", there, node), missing):
             pass
 
 
-def issued(directory: Path, node: str) -> bool:
+def _issued(path: Path) -> bool:
     """Whole, and good for a day or more."""
-    path = directory / "nodes" / f"{node}.crt"
     return path.exists() and path.stat().st_mtime > time.time() - (DAYS - 1) * 86_400
 
 

@@ -119,7 +119,7 @@ class Ssh:
         found, failed = 0, []
         for host in self.hosts:
             command = [sys.executable, "-m", "bench.launch", mark]
-            line = self.line(host.name, command, {"PYTHONPATH": self.path()})
+            line = self.line(host.name, command, {"PYTHONPATH": python_path(self.directory)})
             try:
                 done = subprocess.run(
                     line, timeout=60, capture_output=True, text=True, stdin=subprocess.DEVNULL
@@ -132,14 +132,16 @@ class Ssh:
             raise Unreachable(f"hosts could not be cleared: {'; '.join(failed)}")
         return found
 
-    def path(self) -> str:
-        return os.pathsep.join((self.directory, str(Path(self.directory) / "src")))
-
     def line(self, host: str, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         """With a terminal (-tt), so that the far end hangs up when ssh is ended here."""
         around = [f"{name}={value}" for name, value in sorted(environment.items())]
         far = shlex.join(["env", *around, *command])
         return [*SSH, "-tt", host, f"cd {shlex.quote(self.directory)} && exec {far}"]
+
+
+def python_path(checkout: str | Path) -> str:
+    """Where a checkout's own modules are."""
+    return os.pathsep.join((str(checkout), str(Path(checkout) / "src")))
 
 
 def read_hostfile(text: str) -> tuple[Host, ...]:

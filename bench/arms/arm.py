@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.launch import KEPT, MARK, Launch
+from bench.launch import KEPT, MARK, Launch, python_path
 from bench.plan import Plan
 from bench.workload.log import GATE
 from keepstep.errors import ConfigError
@@ -65,6 +65,7 @@ class Processes:
 
     def __init__(self) -> None:
         self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._launch: Launch | None = None
 
     def start(
         self,
@@ -74,8 +75,14 @@ class Processes:
         environment: Mapping[str, str],
         log: Path,
     ) -> None:
+        self._launch = launch
         log.parent.mkdir(parents=True, exist_ok=True)
         self._started.append((host, launch.start(host, command, environment, log)))
+
+    def tell_to_go(self, host: str, pid: int) -> None:
+        """A worker that these processes started there: what stands for a drain where none is."""
+        assert self._launch is not None, "started"
+        self._launch.signal(host, pid, signal.SIGTERM)
 
     def codes(self) -> list[int | None]:
         return [process.poll() for _, process in self._started]
@@ -106,7 +113,7 @@ class Processes:
 def environment_of(plan: Plan, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """What every process of a run has around it, whatever the arm."""
     return {
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
+        "PYTHONPATH": python_path(ROOT),
         "OMP_NUM_THREADS": "1",
         **KEPT,
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,14 +44,12 @@ class CheckpointRestart:
         self.name = f"checkpoint_restart:{mode}@{every}"
         self.settings: dict[str, Any] = {"save": mode, "every_steps": every}
         self.hosts: tuple[launching.Host, ...] = ()
-        self._launch: Launch | None = None
         self._processes = Processes()
 
     def refuses(self, plan: Plan) -> str:
         return "" if plan.parallel != "zero1" else "DCP does not save ZeroRedundancyOptimizer"
 
     def start(self, plan: Plan, launch: Launch) -> None:
-        self._launch = launch
         places = launching.seats(self.hosts, plan.world)
         hosts = list(dict.fromkeys(places))
         first = "127.0.0.1" if hosts[0] == launching.LOCAL else hosts[0]
@@ -78,8 +75,7 @@ class CheckpointRestart:
 
     def drain(self, rank: int, host: str, pid: int) -> None:
         # torchrun knows no drain: the worker is told to go, and that is a failure like any other.
-        assert self._launch is not None, "started"
-        self._launch.signal(host, pid, signal.SIGTERM)
+        self._processes.tell_to_go(host, pid)
 
     def stop(self) -> None:
         self._processes.stop()

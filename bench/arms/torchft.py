@@ -16,7 +16,6 @@ the others are. What remains lost are the samples of a replica while it is away.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -62,7 +61,6 @@ class Torchft:
         self.timeouts = VARIANTS[variant]
         self.settings: dict[str, Any] = {**asdict(self.timeouts), **versions()}
         self.hosts: tuple[launching.Host, ...] = ()
-        self._launch: Launch | None = None
         self._lighthouse = Processes()
         self._replicas = Processes()
 
@@ -78,7 +76,6 @@ class Torchft:
         return ""
 
     def start(self, plan: Plan, launch: Launch) -> None:
-        self._launch = launch
         places = launching.seats(self.hosts, plan.world)
         groups = plan.world if plan.parallel == "ddp" else REPLICAS
         size = plan.world // groups
@@ -119,8 +116,7 @@ class Torchft:
 
     def drain(self, rank: int, host: str, pid: int) -> None:
         # Nothing for it is documented: the process is told to go, and torchrun starts it again.
-        assert self._launch is not None, "started"
-        self._launch.signal(host, pid, signal.SIGTERM)
+        self._replicas.tell_to_go(host, pid)
 
     def stop(self) -> None:
         self._replicas.stop()

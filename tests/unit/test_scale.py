@@ -17,7 +17,7 @@ from keepstep.model import JobId, JobSpec
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = Plan(gpus=1024, days=1.0)
 SPEC = JobSpec(JobId("j"), "train.py")
-SYSTEM = Published("x", 100.0, 10.0, "")
+SYSTEM = Published("x", 100.0, 10.0)
 
 
 def test_the_page_holds_the_tables_of_its_raw_result():

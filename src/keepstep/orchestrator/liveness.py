@@ -22,7 +22,6 @@ BEATS_PER_SILENCE = 2.3
 QUIET_BEATS = 2
 """A node that has missed so many is looked at more often."""
 QUIET_LOOK_SECONDS = 0.25
-QUIET_MANY = 100
 LOOKS_PER_SECOND_MAX = 5_000
 """At quiet nodes, of 10 microseconds each."""
 
@@ -117,7 +116,7 @@ class Liveness:
         What was vouched for others is forgotten."""
         if now < self._look_at:
             return False
-        self._look_at = now + (look_seconds(len(quiet)) if len(quiet) > QUIET_MANY else 0.0)
+        self._look_at = now + len(quiet) / LOOKS_PER_SECOND_MAX
         self.witness.forget_others(open_jobs)
         self.vouched = {node: at for node, at in self.vouched.items() if node in quiet}
         return bool(self.witness.progress)
@@ -150,9 +149,9 @@ def quiet_nodes(
     return {node for node, heard in last_heard.items() if heard < since}
 
 
-def look_seconds(quiet: int) -> float:
+def look_seconds(quiet: Collection[NodeId]) -> float:
     """How soon to look again: where thousands are quiet at once, a look at each costs time."""
-    return max(QUIET_LOOK_SECONDS, quiet / LOOKS_PER_SECOND_MAX)
+    return max(QUIET_LOOK_SECONDS, len(quiet) / LOOKS_PER_SECOND_MAX)
 
 
 def last_known(heard: float, vouched: float | None) -> float:

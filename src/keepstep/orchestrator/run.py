@@ -404,7 +404,7 @@ class Orchestrator:
                     self._tick_waiting, self._tick_due = True, tick_due
                     await self._inbox.put(Waiting(events.Tick()))
                 tick_due = now + self._until_tick()
-            look_due = min(pulse_due, now + look_seconds(len(quiet))) if quiet else pulse_due
+            look_due = min(pulse_due, now + look_seconds(quiet)) if quiet else pulse_due
             tick_due = await ticking.doze(
                 self._clock, self._hurried, self._until_tick, tick_due, look_due
             )

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 from keepstep.clock import Clock
 from keepstep.config import OrchestratorConfig
+from keepstep.orchestrator.liveness import LOOKS_PER_SECOND_MAX
 
 TICK_SECONDS_MIN = 0.02
 """The shortest time between two ticks."""
-DOUBTS_PER_SECOND_MAX = 5000
-"""Silent nodes that ticks look at: with thousands of them, ticks come less often."""
 
 
 def until_tick(
@@ -22,7 +21,8 @@ def until_tick(
         # An idle leader writes, to keep its lease, when it ticks.
         return min(config.tick_seconds, lease / 4) if lease else config.tick_seconds
     # Not at once even if overdue: a budget that ran out must not make us spin.
-    least = max(TICK_SECONDS_MIN, doubtful / DOUBTS_PER_SECOND_MAX)
+    # And a tick looks at every node in doubt: with thousands of them, ticks come less often.
+    least = max(TICK_SECONDS_MIN, doubtful / LOOKS_PER_SECOND_MAX)
     least = min(least, lease / 4) if lease else least
     return min(max(due - now, least), max(config.tick_busy_seconds, least))
 
