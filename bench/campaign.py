@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from bench import page, record, rig, scenario, tables
 from bench.arms.arm import ROOT, Arm, load
 from bench.harness import Limits, Run
 from bench.plan import Plan
-from keepstep.errors import ConfigError, Permanent
+from keepstep.errors import ConfigError, KeepstepError, Permanent
 
 ARMS = "bare,keepstep,torchft,torchft:tuned,checkpoint_restart:sync@20,checkpoint_restart:async@20"
 INTERVALS = (5, 10, 20, 40, 80)
@@ -31,6 +32,7 @@ SECONDS, SHORT_SECONDS = 150.0, 25.0
 REPEAT = 3
 CALIBRATION_STEPS = 24
 INTERRUPTED = 130
+TROUBLE = (KeepstepError, OSError, subprocess.SubprocessError)
 START_SECONDS = 20.0
 """What an arm takes to start and to end, roughly: for the estimate."""
 
@@ -138,8 +140,15 @@ def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
         room = args.keep.resolve() if args.keep is not None else scratch
         bench = Campaign(args, room, seconds)
         for job in jobs:
-            if not bench.interrupted:
+            if bench.interrupted:
+                break
+            try:
                 cases += [bench.case(job)]
+            except TROUBLE as error:
+                if not cases:
+                    raise
+                print(f"\nended: {error}; the cases that are complete are kept", flush=True)
+                bench.interrupted = True
     cases = [case for case in cases if case["repetitions"]]
     if not cases:
         raise Permanent("nothing was completed")
@@ -205,6 +214,10 @@ class Campaign:
                     repetitions[-1].append(one)
         except (KeyboardInterrupt, SystemExit):
             print("\ninterrupted: the runs that are complete are kept", flush=True)
+            self.interrupted = True
+        except TROUBLE as error:
+            # A host that is lost, say: what it still runs would disturb those that come.
+            print(f"\nended: {error}; the runs that are complete are kept", flush=True)
             self.interrupted = True
         for runs in repetitions:
             runs.sort(key=lambda run: able.index(run["spec"]))

@@ -34,6 +34,8 @@ limits that move with what a process freed before, and two with the same steps d
 MARK = "KSBENCH_RUN"
 LOCAL = "localhost"
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+SSH_FAILED = 255
+"""Its exit code for troubles of its own; any other is the command's."""
 
 
 class Launch(Protocol):
@@ -68,11 +70,13 @@ class Local:
             )
 
     def signal(self, host: str, pid: int, number: int) -> bool:
+        if _is_zombie(pid):
+            return False
         try:
             os.kill(pid, number)
         except ProcessLookupError:
             return False
-        return not _is_zombie(pid)
+        return True
 
     def now(self) -> float:
         return time.monotonic()
@@ -109,7 +113,12 @@ class Ssh:
     def signal(self, host: str, pid: int, number: int) -> bool:
         line = [*SSH, host, f"kill -{int(number)} {pid}"]
         # Who is gone already is no news.
-        done = subprocess.run(line, check=False, timeout=30, stderr=subprocess.DEVNULL)
+        try:
+            done = subprocess.run(line, check=False, timeout=30, stderr=subprocess.DEVNULL)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise Unreachable(f"{host}: {type(error).__name__}: {error}") from error
+        if done.returncode == SSH_FAILED:
+            raise Unreachable(f"{host} cannot be reached by ssh")
         return done.returncode == 0
 
     def now(self) -> float:

@@ -20,10 +20,11 @@ from bench.arms.arm import Arm
 from bench.launch import Launch
 from bench.scenario import Scenario, Strike
 from bench.truth import Start
-from keepstep.errors import KeepstepError
+from keepstep.errors import KeepstepError, Unreachable
 
 SLICE_SECONDS = 0.05
 LOOK_SECONDS = 0.02
+WAKE_SECONDS_MAX = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Done:
     kind: str
     rank: int
     pid: int
-    """0 if nobody had the rank before the next strike was due."""
+    """0 if nobody had the rank before the next strike was due, or nobody was hit: it was gone by
+    then, its host out of reach, the drain refused."""
 
 
 class Striker(threading.Thread):
@@ -93,42 +95,73 @@ class Striker(threading.Thread):
     def _carry_out(self, strike: Strike, until: float) -> None:
         victim = self._living(strike.rank, until)
         now = self._launch.now()
-        pid = victim.pid if victim is not None else 0
-        self.done.append(Done(now, strike.at, strike.kind, strike.rank, pid))
-        if victim is None:
-            return
-        match strike.kind:
+        hit = False
+        try:
+            hit = victim is not None and self._strike(strike.kind, victim, now)
+        finally:
+            pid = victim.pid if hit and victim is not None else 0
+            self.done.append(Done(now, strike.at, strike.kind, strike.rank, pid))
+
+    def _strike(self, kind: str, victim: Start, now: float) -> bool:
+        """False: it has hit nobody after all."""
+        match kind:
             case "kill":
-                self._launch.signal(victim.host, victim.pid, signal.SIGKILL)
+                return self._launch.signal(victim.host, victim.pid, signal.SIGKILL)
             case "hang":
-                self._launch.signal(victim.host, victim.pid, signal.SIGSTOP)
-                self._stopped.append((now + self._scenario.operator_seconds, victim))
+                due = (now + self._scenario.operator_seconds, victim)
+                self._stopped.append(due)
+                hit = self._launch.signal(victim.host, victim.pid, signal.SIGSTOP)
+                if not hit:
+                    self._stopped.remove(due)
+                return hit
             case "slow":
-                self._slow(victim, now + self._scenario.slow_seconds)
+                return self._slow(victim, now + self._scenario.slow_seconds)
             case "drain":
-                self._arm.drain(strike.rank, victim.host, victim.pid)
+                self._arm.drain(victim.rank, victim.host, victim.pid)
+                return True
             case other:
                 raise AssertionError(other)
 
-    def _slow(self, victim: Start, until: float) -> None:
+    def _slow(self, victim: Start, until: float) -> bool:
         """Stopped and continued in slices."""
-        stopped = SLICE_SECONDS * self._scenario.stopped_share
+        stopped, hit = SLICE_SECONDS * self._scenario.stopped_share, False
         while self._launch.now() < until and not self._over.is_set():
-            if not self._launch.signal(victim.host, victim.pid, signal.SIGSTOP):
-                return
+            if not self._reaches(victim, signal.SIGSTOP):
+                break
+            hit = True
             time.sleep(stopped)
-            self._launch.signal(victim.host, victim.pid, signal.SIGCONT)
+            self._wake(victim)
             self._over.wait(SLICE_SECONDS - stopped)
+        return hit
+
+    def _wake(self, victim: Start) -> None:
+        """Not once only: nobody else would ever wake it."""
+        deadline = self._launch.now() + WAKE_SECONDS_MAX
+        while self._reaches(victim, signal.SIGCONT) is None and self._launch.now() < deadline:
+            time.sleep(SLICE_SECONDS)
+
+    def _reaches(self, victim: Start, number: int) -> bool | None:
+        """False: it is gone. None: nobody knows, its host is out of reach; which is told."""
+        try:
+            return self._launch.signal(victim.host, victim.pid, number)
+        except Unreachable as error:
+            self.failed += f"signal {int(number)} to rank {victim.rank}: {error}; "
+            return None
 
     def _living(self, rank: int, until: float) -> Start | None:
         while not self._over.is_set():
             found = self._victim(rank)
-            if found is not None and self._launch.signal(found.host, found.pid, 0):
+            if found is not None and self._reaches(found, 0):
                 return found
             if self._launch.now() >= until:
                 break
             self._sleep_until(self._launch.now() + LOOK_SECONDS)
         return None
+
+    def _end(self, stopped: Start) -> None:
+        """An operator's kill. One that could not be told is tried again."""
+        if self._reaches(stopped, signal.SIGKILL) is None:
+            self._stopped.append((self._launch.now() + 1.0, stopped))
 
     def _sleep_until(self, moment: float) -> bool:
         """Does an operator's work meanwhile. False if all is over."""
@@ -138,7 +171,7 @@ class Striker(threading.Thread):
                 self._stopped.remove(entry)
                 # Only who still has the rank: of who was replaced, the pid may be another's now.
                 if self._victim(entry[1].rank) == entry[1]:
-                    self._launch.signal(entry[1].host, entry[1].pid, signal.SIGKILL)
+                    self._end(entry[1])
             if self._over.wait(min(left, 0.2)):
                 return False
         return not self._over.is_set()
