@@ -424,6 +424,14 @@ def fastest_us(run: dict[str, Any], arm: str) -> float:
     return figures.percentile([us for block in blocks for us in block["rank0_step_us"]], 10.0)
 
 
+def of_all_rounds(run: dict[str, Any]) -> tuple[int, float, float]:
+    """Steps per arm, ratio and control where nothing is left out."""
+    rounds = [one for segment in run["segments"] for one in segment["rounds"]]
+    sums = {arm: sum(one[arm] for one in rounds) for arm in ("bare", "keepstep", "control")}
+    steps = int(sum(one["steps"] for one in rounds))
+    return steps, sums["keepstep"] / sums["bare"], sums["control"] / sums["bare"]
+
+
 def conclude(results: dict[str, Any], quick: bool, parallel: str) -> int:
     """Print the figure; 0 it holds, 1 it does not, 2 the run says nothing."""
     code, limit = 0, UPPER_MAX[parallel]
@@ -435,6 +443,11 @@ def conclude(results: dict[str, Any], quick: bool, parallel: str) -> int:
             f"{world} ranks: {run['steps_per_arm']} steps per arm, ratio {value:.4f} "
             f"[{low:.4f}, {high:.4f}], control {control:.4f}; "
             f"{run['rounds_disturbed']} rounds were disturbed by others and do not count"
+        )
+        steps, every, every_control = of_all_rounds(run)
+        print(
+            f"{world} ranks: all rounds, disturbed or not: {steps} steps per arm, "
+            f"ratio {every:.4f}, control {every_control:.4f}"
         )
         used, used_upper, used_low, used_high = run["processor"]
         print(
