@@ -74,7 +74,7 @@ class OrchestratorConfig:
     is enough where the cluster is this one machine: `keepstep run` on its own chooses it. For a
     file; PostgreSQL has settings of its own."""
     snapshot_entries: int = 1000
-    """Journal entries between two snapshots: a restart replays at most about this many."""
+    """Events between two snapshots: a restart replays at most about this many."""
     batch_events_max: int = 256
     """Events that share one write to the journal when many wait; one alone is handled at once."""
     inbox_events_max: int = 20_000

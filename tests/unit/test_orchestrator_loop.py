@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from keepstep.orchestrator import brain, events, outages, run, state
 from keepstep.orchestrator.journal import Standing, verify
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.run import Orchestrator
-from keepstep.orchestrator.stepped import Waiting, with_its_age
+from keepstep.orchestrator.stepped import Waiting, next_of, with_its_age
 
 NODE, JOB = NodeId("n0"), JobId("job")
 
@@ -196,6 +198,112 @@ def test_events_that_wait_together_share_one_write(scene: Scene):
     scene.happened.clear()
     scene.feed(publish(scene, 1), publish(scene, 2), publish(scene, 3))
     assert scene.happened == ["on disk", "sent", "sent", "sent"]
+
+
+def reports_of_a_start(scene: Scene, *more: str) -> list[wire.PhaseReport]:
+    """A job on several nodes that begins, and what they have to say for it to run."""
+    names = [NODE, *map(NodeId, more)]
+    hellos = [wire.Hello(name, "127.0.0.1", 1, 1, 2, "boot") for name in names]
+    scene.feed(*hellos, events.Submitted(JobSpec(JOB, "train.py", nodes=len(names))))
+    job = scene.loop.cluster.jobs[JOB]
+    assert job.migration is not None
+    assert job.roster is not None
+    scene.happened.clear()
+    phase, generation = job.migration.phase, job.generation
+    return [
+        wire.PhaseReport(seat.node, JOB, generation, phase, (wire.SeatReport(seat.rank, 0, True),))
+        for seat in job.roster.seats
+    ]
+
+
+def test_reports_of_a_job_that_wait_together_are_one_entry(scene: Scene):
+    reports = reports_of_a_start(scene, "n1", "n2", "n3")
+    seq = scene.loop._standing.seq
+    scene.feed(*reports[:2], events.NodeVouched(NODE), *reports[2:])
+    assert scene.happened.count("on disk") == 1
+    assert scene.loop.cluster.jobs[JOB].state is JobState.RUNNING
+    kinds = [link["entry"]["event"]["kind"] for link in exported(scene)[-2:]]
+    assert (scene.loop._standing.seq - seq, kinds) == (2, ["Reports", "Reports"])
+    replayed, _ = scene.loop._restore()
+    assert state.fingerprint(replayed) == scene.print()
+
+
+def exported(scene: Scene) -> list[dict[str, Any]]:
+    return [json.loads(link.body) for link in scene.journal.export(JOB)]
+
+
+def test_reports_of_two_jobs_are_in_no_entry_together(scene: Scene):
+    reports = reports_of_a_start(scene, "n1")
+    others = [replace(report, job=JobId("other")) for report in reports]
+    waiting = deque(Waiting(report) for report in (*reports, *others, reports[0]))
+    found = [next_of(waiting).event for _ in range(3)]
+    assert [events.job_of(event) for event in found] == [JOB, "other", JOB]
+    assert found[2] is reports[0]
+    assert not waiting
+
+
+def test_a_strangers_report_next_to_others_is_not_kept_with_them(scene: Scene):
+    reports = reports_of_a_start(scene, "n1", "n2")
+    scene.feed(wire.Hello(NodeId("n9"), "127.0.0.1", 0, 1, 2, "boot"))
+    lies = replace(reports[0], node=NodeId("n9"))
+    late = replace(reports[0], generation=Generation(0))
+    scene.feed(lies, reports[0], late, reports[1], lies)
+    scene.feed(lies, reports[2], late)
+    assert [link["entry"]["why"] for link in exported(scene)[-2:-1]] == [""], "it tells of n9"
+    both, one = (link["entry"]["event"] for link in exported(scene)[-2:])
+    assert [report["node"] for report in both["body"]["reports"]] == ["n0", "n1"]
+    assert (one["kind"], one["body"]["node"]) == ("PhaseReport", "n2")
+    replayed, _ = scene.loop._restore()
+    assert state.fingerprint(replayed) == scene.print()
+
+
+def test_a_snapshot_is_due_by_what_a_replay_has_to_step_through(tmp_path: Path):
+    scene = Scene(tmp_path, OrchestratorConfig(snapshot_entries=10))
+    scene.feed(*reports_of_a_start(scene, *(f"n{i}" for i in range(1, 12))))
+    assert scene.loop._since_snapshot > scene.loop._standing.seq
+    replayed, _ = scene.loop._restore(), scene.loop._snapshot_if_due()
+    assert state.fingerprint(replayed[0]) == scene.print()
+    assert scene.loop._snapshot_seq == scene.loop._standing.seq
+    assert scene.loop._since_snapshot == 0
+    scene.journal.close()
+
+
+@pytest.mark.parametrize(
+    ("seat", "sizes"),
+    [
+        (wire.SeatReport(Rank(0)), [64, 64, 2]),
+        (wire.SeatReport(Rank(0), entries=tuple(range(150))), [3] * 43 + [1]),
+        (wire.SeatReport(Rank(0), problem="no room"), [1] * 130),
+    ],
+)
+def test_an_entry_of_reports_has_a_size(seat: wire.SeatReport, sizes: list[int]):
+    report = wire.PhaseReport(NODE, JOB, Generation(1), Phase.RESUME, (seat,))
+    waiting = deque(Waiting(report) for _ in range(130))
+    found = []
+    while waiting:
+        found.append(events.weight(next_of(waiting).event))
+    assert found == sizes
+
+
+def test_one_report_that_cannot_be_stepped_takes_no_other_along(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    reports = reports_of_a_start(scene, "n1", "n2")
+    real, stepped = brain.step, []
+
+    def buggy(cluster: state.Cluster, event: events.Event, now: float) -> brain.Decision:
+        stepped.append(type(event).__name__)
+        if "n1" in str(event) and not isinstance(event, events.Submitted | wire.Hello):
+            cluster.counter += 7
+            raise AssertionError("a bug that one of them meets")
+        return real(cluster, event, now)
+
+    monkeypatch.setattr(brain, "step", buggy)
+    scene.feed(*reports)
+    assert stepped[0] == "Reports"
+    migration = scene.loop.cluster.jobs[JOB].migration
+    assert migration is not None
+    assert set(migration.reports) == {0, 2}
 
 
 def test_a_step_that_changes_nothing_is_not_journaled(scene: Scene):

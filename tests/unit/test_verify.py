@@ -222,13 +222,18 @@ def test_live_means_the_very_next_step_and_the_very_next_samples(change: Any, wh
         judged(story)
 
 
-def test_holders_that_disagreed_are_a_miss_whatever_the_outcome_says() -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_holders_that_disagreed_are_a_miss_whatever_the_outcome_says(*, together: bool) -> None:
     story = usual(faults=1)
     bodies = json.loads(json.dumps(story.chain().bodies))
     for body in bodies:
         event = body["entry"]["event"]
         if event["kind"] == "PhaseReport" and event["body"]["phase"] == "verify":
             event["body"]["seats"][1]["digests"][""] = "other"
+            if together:  # As a busy leader writes what several nodes say.
+                event["kind"], said = "Reports", event["body"]
+                apart = [{**said, "seats": [seat]} for seat in said["seats"]]
+                event["body"] = {"job": "train", "reports": apart}
     chain = verify.Chain("train", tuple(bodies), tuple(map(str, range(len(bodies)))))
     (incident,) = verify.guarantee(chain, story.lines, verify.Terms()).incidents
     assert (incident.standing, "digests" in incident.why) == ("missed", True)

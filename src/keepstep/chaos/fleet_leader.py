@@ -17,7 +17,14 @@ from keepstep.chaos.simulated_checks import Violation
 from keepstep.model import NodeId, Term
 from keepstep.orchestrator import brain, events, replica, state
 from keepstep.orchestrator.replaying import snapshot_of
-from keepstep.orchestrator.stepped import Stepped, Waiting, entry_of, jobs_touched, to_be_kept
+from keepstep.orchestrator.stepped import (
+    Stepped,
+    Waiting,
+    entry_of,
+    jobs_touched,
+    next_of,
+    to_be_kept,
+)
 
 SNAPSHOT_ENTRIES = 12_000
 """Between two snapshots: of 12,500 nodes each takes a fifth of a second, a month has a dozen."""
@@ -73,13 +80,15 @@ class Leader:
             self.waiting.extend(happened)
             return
         now = self.now(world_now)
-        steps = []
-        for event in happened:
+        steps, batch = [], deque(Waiting(event) for event in happened)
+        while batch:
+            waiting = next_of(batch)
+            event = waiting.event
             decision = brain.step(self.cluster, event, now)
             self.cluster = decision.cluster
             self.steps += 1
             jobs = jobs_touched(event, decision)
-            steps.append(Stepped(Waiting(event), decision, jobs, {}, now))
+            steps.append(Stepped(waiting, decision, jobs, {}, now))
         entries = [entry_of(done) for done in steps if to_be_kept(done.decision)]
         if entries:
             head = self._standing.head

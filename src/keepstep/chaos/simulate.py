@@ -16,7 +16,7 @@ import argparse
 import heapq
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -36,14 +36,17 @@ from keepstep.chaos.simulated_setting import (
 from keepstep.model import JobId, JobSpec, JobState, NodeId, Severity, Term
 from keepstep.orchestrator import brain, events, nodes, policy, state
 from keepstep.orchestrator.liveness import Witness
+from keepstep.orchestrator.stepped import Waiting, kept_of, next_of
 from keepstep.orchestrator.turn import Note
-from keepstep.wire import Hello, JobPulse, Message, Order, Published
+from keepstep.wire import Hello, JobPulse, Message, Order, PhaseReport, Published
 
 __all__ = ["Result", "Simulation", "Summary", "Violation", "run_seed", "run_seeds"]
 
 
 MONITOR_SECONDS = 20.0
 """So long after it fell silent a monitor speaks of a node, if the brain still doubts itself."""
+BUSY_CHANCE = 0.5
+"""That the loop has not yet come to a report when the next message is there."""
 QUIET_SECONDS = 80.0
 """More than any budget and any number of steps: after it nothing happens any more."""
 
@@ -133,6 +136,9 @@ class Simulation(Faults):
         self.calm_generation = 0
         self.pending: list[JobId] = []
         """Jobs that are to be submitted, for the first time or again."""
+        self._inbox: deque[Waiting] = deque()
+        """What the loop has read and not stepped: reports pile up there, as at a busy leader."""
+        self._busy = Random(f"busy {seed}")
         self._done = False
         self._changed_at = self._now
         self.setting = _setting(seed, self.random)
@@ -186,6 +192,17 @@ class Simulation(Faults):
     def feed(self, event: events.Event) -> None:
         if not self.serving:
             return
+        self._inbox.append(Waiting(event))
+        if isinstance(event, PhaseReport) and self._busy.random() < BUSY_CHANCE:
+            self.later(0.002, self._work)
+        else:
+            self._work()
+
+    def _work(self) -> None:
+        while self._inbox and self.serving:
+            self._step(next_of(self._inbox).event)
+
+    def _step(self, event: events.Event) -> None:
         checked = self.stepped % 997 == 0
         before = state.fingerprint(self.cluster) if checked else ""
         frozen = self._frozen_generation()
@@ -194,7 +211,7 @@ class Simulation(Faults):
         self.stepped += 1
         if decision.changed:
             self._changed_at = self._now
-            self.journal.append((event, self._now))
+            self.journal.append((kept_of(event, decision), self._now))
         elif checked and before != state.fingerprint(self.cluster):
             raise Violation(f"{event} changed the state and did not say so")
         if frozen >= 0 and frozen < self._frozen_generation():
@@ -300,6 +317,7 @@ class Simulation(Faults):
 
     def crash_orchestrator(self) -> None:
         self.serving = False
+        self._inbox.clear()
         self._referee.pause()
         for agent in self._agents.values():
             agent.linked = False

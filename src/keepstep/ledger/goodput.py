@@ -235,8 +235,9 @@ def _overlaid(run: Run, entries: Sequence[Entry]) -> Run:
         body, at = two
         event = body["entry"]["event"]
         told = event.get("body") or {}
-        if event["kind"] == "PhaseReport" and told.get("phase") == "verify":
-            moved = max((float(s.get("moved_seconds", 0)) for s in told["seats"]), default=0.0)
+        reports = [r for r in told.get("reports", [told]) if r.get("phase") == "verify"]
+        if seats := [seat for report in reports for seat in report["seats"]]:
+            moved = max(float(seat.get("moved_seconds", 0)) for seat in seats)
             over = frozenset({Spent.REFORM})
             _paint(segments, at - nanoseconds(moved), at, Spent.TRANSFER, over)
         away = told.get("down_seconds", told.get("seconds"))

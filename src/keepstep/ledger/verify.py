@@ -231,16 +231,16 @@ class Told:  # what the chain says, by generation and incident; as many as the j
         self.last, self.hidden, self.quit, asked, orderly = dict[str, Any](), 0, 0.0, 1e99, True
         for body in chain.bodies:
             facts, event, now = chain.facts(body), body["entry"]["event"], body["entry"]["now"]
-            closed, state = facts.get("closed", {}), self.last.get("state", "")
+            closed, state, said = facts.get("closed", {}), self.last.get("state", ""), event["body"]
             if event["kind"] == "Submitted":  # Anew, maybe: it may count from none again.
                 orderly, asked = state in ("", *OVER), 1e99
                 seen = seen if facts.get("incidents") else set()
-            if event["kind"] == "StopAsked" and not event["body"].get("rewind"):
+            if event["kind"] == "StopAsked" and not said.get("rewind"):
                 alone = state in BUSY and "incident" not in self.last
                 asked, self.quit = min(asked, now), now if alone else 0.0
-            if event["kind"] == "PhaseReport" and event["body"]["phase"] == "verify":
-                agreed = {e for s in event["body"]["seats"] for e in s.get("digests", {}).items()}
-                self.digests.setdefault(event["body"]["generation"], set()).update(agreed)
+            for r in (r for r in said.get("reports", [said]) if r.get("phase") == "verify"):
+                agreed = {e for s in r["seats"] for e in s.get("digests", {}).items()}
+                self.digests.setdefault(r["generation"], set()).update(agreed)
             if "incident" in facts:
                 self.opened.setdefault(facts["incident"], facts["opened_at"])
             if closed:

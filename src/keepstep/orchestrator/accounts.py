@@ -16,11 +16,11 @@ from keepstep.ledger import verify
 from keepstep.ledger.to_date import ToDate
 from keepstep.model import JobId
 from keepstep.orchestrator.board import Account
-from keepstep.orchestrator.journal import Journal
+from keepstep.orchestrator.journal import PAGE_LINKS, Journal
 
 JOBS_PER_LOOK = 4
-LINKS_PER_LOOK = 500
-"""Of one job: one page of the journal, and a few milliseconds."""
+LINKS_PER_LOOK = PAGE_LINKS
+"""Of one job. A millisecond, or some tens if all of them are reports of many nodes."""
 
 
 class Accounts:

@@ -44,6 +44,7 @@ from keepstep.orchestrator.events import (
     MigrateAsked,
     NodeSilent,
     NodeVouched,
+    Reports,
     StopAsked,
     Submitted,
     TaintAsked,
@@ -58,7 +59,6 @@ from keepstep.orchestrator.state import (
     Cluster,
     Job,
     NodeState,
-    next_incarnation,
     slot_key,
 )
 from keepstep.orchestrator.turn import Note, Turn
@@ -89,6 +89,8 @@ class Decision:
     """The notes in one line, or why the event was ignored."""
     changed: bool
     """False: the state is what it was, and the event need not be journaled."""
+    counted: tuple[PhaseReport, ...] = ()
+    """Of reports that came together, those that changed something: the others are not kept."""
 
 
 def step(cluster: Cluster, event: Event, now: float) -> Decision:
@@ -98,14 +100,14 @@ def step(cluster: Cluster, event: Event, now: float) -> Decision:
     if isinstance(event, Hello | StandbyReport | Tick | Submitted | UnfreezeAsked):
         room.use(turn)
     changed = turn.touched or bool(turn.orders)
-    why = "; ".join(note.why for note in turn.notes) or turn.ignored
     return Decision(
         turn.cluster,
         tuple(turn.orders),
         tuple(turn.answers),
         tuple(turn.notes),
-        why,
+        turn.why,
         changed,
+        tuple(turn.counted),
     )
 
 
@@ -150,13 +152,15 @@ def _dispatch(turn: Turn, event: Event) -> None:
             elif isinstance(event, Observed) and event.node in turn.cluster.nodes:
                 # A stray of a job that is over: at least its slot is free.
                 _bury(turn, event)
+        case Reports():
+            _reports(turn, event)
         case Publish():
             _publish(turn, event)
         case Health():
             if (sender := _sender(turn, event.node)) is not None:
                 taints.health(turn, sender, event)
         case Submitted():
-            _submitted(turn, event)
+            launch.submitted(turn, event)
         case StopAsked():
             requests.stop(turn, event)
         case MigrateAsked() | DrainAsked() | UndrainAsked() | TaintAsked() | UntaintAsked():
@@ -204,6 +208,17 @@ def _message(turn: Turn, job: Job, event: Observed | Stalled | PhaseReport | Sta
             _standby(turn, job, event)
         case _:
             assert_never(event)
+
+
+def _reports(turn: Turn, event: Reports) -> None:
+    """One after the other. A word that changes nothing does not get into the journal because it
+    lay next to one that does: whoever reads the chain takes what is there for heard."""
+    for report in event.reports:
+        turn.touched, orders = False, len(turn.orders)
+        _dispatch(turn, report)
+        if turn.touched or len(turn.orders) > orders:
+            turn.counted.append(report)
+    turn.touched = bool(turn.counted)
 
 
 def _sender_and_job(turn: Turn, node: NodeId, name: JobId) -> Job | None:
@@ -424,7 +439,7 @@ def _judge_evidence(turn: Turn, job: Job, *, ticking: bool) -> None:
         observe.fault(turn, job, fault)
 
 
-# ---------------------------------------------------------------- standbys, checkpoints, jobs
+# ---------------------------------------------------------------- standbys, checkpoints
 
 
 def _standby(turn: Turn, job: Job, event: StandbyReport) -> None:
@@ -464,30 +479,6 @@ def _publish(turn: Turn, event: Publish) -> None:
     if refused:
         turn.ignore(f"checkpoint {event.path} refused: {refused}")
     turn.answers.append((event.node, Published(event.job, event.request, not refused, why)))
-
-
-def _submitted(turn: Turn, event: Submitted) -> None:
-    cluster, spec = turn.cluster, event.spec
-    before = cluster.jobs.get(spec.job)
-    if before is not None and not before.state.over:
-        turn.ignore(f"job {spec.job} is already there")
-        return
-    job = Job(spec, JobState.WAITING, turn.now)
-    if before is not None:
-        # The rerun goes on at the published checkpoint, and no old worker can meet a new one.
-        job.generation, job.promised = before.generation, before.promised
-        job.published_step, job.published_path = before.published_step, before.published_path
-        job.contaminated = before.contaminated
-        # Agents remember how each incarnation ended: the rerun's must not be taken for them.
-        job.first_incarnation = before.first_incarnation
-        if before.roster is not None:
-            seats = before.roster.seats
-            job.first_incarnation = max(next_incarnation(before, seat) for seat in seats)
-    cluster.jobs[spec.job] = job
-    cluster.open_jobs = tuple(sorted((*cluster.open_jobs, spec.job)))
-    turn.note(f"job {spec.job} waits for {spec.nodes} nodes with {spec.ranks_per_node} slots", job)
-    if cluster.frozen:
-        turn.note("the cluster is frozen: it starts after `keepstep unfreeze`", job)
 
 
 # ---------------------------------------------------------------- time and room

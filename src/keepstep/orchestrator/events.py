@@ -122,6 +122,15 @@ class UnfreezeAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class Reports:
+    """Reports of one job that came together. Thousands of nodes are through a phase at once: one
+    entry keeps what they say, and one step weighs it, report by report."""
+
+    job: JobId
+    reports: tuple[PhaseReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSilent:
     """A node's heartbeats stopped."""
 
@@ -208,6 +217,7 @@ Event = (
     | Observed
     | Stalled
     | PhaseReport
+    | Reports
     | StandbyReport
     | Publish
     | Health
@@ -236,6 +246,7 @@ _KINDS: dict[str, type] = {
         Observed,
         Stalled,
         PhaseReport,
+        Reports,
         StandbyReport,
         Publish,
         Health,
@@ -287,12 +298,17 @@ def refuse_newer(plain: Mapping[str, Any]) -> None:
         )
 
 
+def weight(event: Event) -> int:
+    """How many events it is made of."""
+    return len(event.reports) if isinstance(event, Reports) else 1
+
+
 def job_of(event: Event) -> JobId | None:
     """The one job that an event is about; None for a node's or the cluster's events."""
     match event:
         case Submitted(spec=spec):
             return spec.job
-        case Observed() | Stalled() | PhaseReport() | StandbyReport() | Publish():
+        case Observed() | Stalled() | PhaseReport() | Reports() | StandbyReport() | Publish():
             return event.job
         case StopAsked() | MigrateAsked():
             return event.job

@@ -154,7 +154,9 @@ class SharedJournal(Journal, Protocol):
         TAIL_ENTRIES_MAX of them."""
 
 
-TAIL_ENTRIES_MAX = 2000
+TAIL_ENTRIES_MAX = 500
+PAGE_LINKS = 100
+"""Of a chain, read at once."""
 
 Place = tuple[int, str]
 """The number and the hash of a chain's newest link."""

@@ -33,6 +33,7 @@ from keepstep.orchestrator import journal_sql as sql
 from keepstep.orchestrator.cut_off import cut_off_late
 from keepstep.orchestrator.journal import (
     CLUSTER,
+    PAGE_LINKS,
     SNAPSHOTS_KEPT,
     START,
     TAIL_ENTRIES_MAX,
@@ -308,7 +309,7 @@ class PostgresJournal:
         number = after
         while True:
             with self._session(BRIEF_SECONDS_MAX) as connection:
-                rows = connection.execute(sql.PAGE, (chain, number)).fetchall()
+                rows = connection.execute(sql.PAGE, (chain, number, PAGE_LINKS)).fetchall()
             if not rows:
                 return
             for number, hash_, body in rows:

@@ -106,5 +106,5 @@ TAIL = "SELECT seq, body FROM keepstep.entries WHERE seq > %s ORDER BY seq LIMIT
 PAGE = """
 SELECT number, hash, coalesce(links.body, entries.body)
 FROM keepstep.links LEFT JOIN keepstep.entries USING (seq)
-WHERE chain = %s AND number > %s ORDER BY number LIMIT 500
+WHERE chain = %s AND number > %s ORDER BY number LIMIT %s
 """

@@ -17,6 +17,7 @@ from keepstep.errors import Deposed
 from keepstep.model import Term
 from keepstep.orchestrator.journal import (
     CLUSTER,
+    PAGE_LINKS,
     ROOT,
     SNAPSHOTS_KEPT,
     START,
@@ -132,8 +133,8 @@ class SqliteJournal:
             rows = self._connection.execute(
                 "SELECT number, hash, coalesce(links.body, entries.body) FROM links "
                 "LEFT JOIN entries USING (seq) WHERE chain = ? AND number > ? "
-                "ORDER BY number LIMIT 500",
-                (chain, number),
+                "ORDER BY number LIMIT ?",
+                (chain, number, PAGE_LINKS),
             ).fetchall()
             if not rows:
                 return

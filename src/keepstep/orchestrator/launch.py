@@ -21,6 +21,7 @@ from keepstep.model import (
     Seat,
 )
 from keepstep.orchestrator import orders, placing, roster, seating, slots, spares, suspicion
+from keepstep.orchestrator.events import Submitted
 from keepstep.orchestrator.state import (
     CLOSED_MAX,
     JOBS_OVER_MAX,
@@ -37,6 +38,31 @@ from keepstep.orchestrator.state import (
     next_incarnation,
 )
 from keepstep.orchestrator.turn import Turn
+
+
+def submitted(turn: Turn, event: Submitted) -> None:
+    """A job waits for room, for the first time or again under its name."""
+    cluster, spec = turn.cluster, event.spec
+    before = cluster.jobs.get(spec.job)
+    if before is not None and not before.state.over:
+        turn.ignore(f"job {spec.job} is already there")
+        return
+    job = Job(spec, JobState.WAITING, turn.now)
+    if before is not None:
+        # The rerun goes on at the published checkpoint, and no old worker can meet a new one.
+        job.generation, job.promised = before.generation, before.promised
+        job.published_step, job.published_path = before.published_step, before.published_path
+        job.contaminated = before.contaminated
+        # Agents remember how each incarnation ended: the rerun's must not be taken for them.
+        job.first_incarnation = before.first_incarnation
+        if before.roster is not None:
+            seats = before.roster.seats
+            job.first_incarnation = max(next_incarnation(before, seat) for seat in seats)
+    cluster.jobs[spec.job] = job
+    cluster.open_jobs = tuple(sorted((*cluster.open_jobs, spec.job)))
+    turn.note(f"job {spec.job} waits for {spec.nodes} nodes with {spec.ranks_per_node} slots", job)
+    if cluster.frozen:
+        turn.note("the cluster is frozen: it starts after `keepstep unfreeze`", job)
 
 
 def start_waiting(turn: Turn) -> None:

@@ -15,8 +15,8 @@ from keepstep.orchestrator import brain, events, state
 from keepstep.orchestrator.journal import Standing
 
 LARGE_NODES, ENTRIES_PER_NODE, ENTRIES_MOST = 1000, 3, 15_000
-"""Between two snapshots of a large cluster: one takes 0.1 ms per node, and 15,000 entries are
-replayed in seconds."""
+"""Between two snapshots of a large cluster: one takes 0.1 ms per node, and 15,000 events are
+replayed in seconds. Of reports that are kept together each one counts."""
 
 
 def snapshot_of(cluster: state.Cluster, now: float) -> dict[str, Any]:

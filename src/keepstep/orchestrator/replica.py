@@ -31,7 +31,7 @@ class Replica:
     seq: int
     snapshot_seq: int
     replayed: int = 0
-    """Entries stepped through, snapshot aside."""
+    """Events stepped through, snapshot aside."""
     last: str = ""
     """The newest entry as the journal has it; empty: it was not looked at yet."""
 
@@ -41,7 +41,7 @@ class Replica:
             event = events.from_plain(body["event"])
             self.cluster = brain.step(self.cluster, event, self.moment).cluster
             self.seq += 1
-            self.replayed += 1
+            self.replayed += events.weight(event)
 
 
 def read(journal: Journal) -> Replica | None:

@@ -5,8 +5,8 @@
     our own ticks  ---+              (pure)       (on disk)   +--> /v1/events
 
 An order leaves only after the step that issued it is on disk. Events that wait together share one
-write; one alone is handled at once. Steps that change nothing are not journaled, and heartbeats
-never reach the brain at all: who is alive is kept in memory and judged in liveness.py.
+write, reports of one job an entry; one alone is handled at once. Steps that change nothing are not
+journaled; heartbeats never reach the brain: who is alive is in memory, and judged in liveness.py.
 
 A restart loads the newest snapshot, replays what came after it, begins a higher term and tells the
 brain so; the agents reconnect by themselves and are told again what they need. If somebody else
@@ -57,7 +57,9 @@ from keepstep.orchestrator.stepped import (
     Stepped,
     Told,
     Waiting,
+    apart,
     entry_of,
+    next_of,
     records_of,
     stepped_of,
     to_be_kept,
@@ -98,16 +100,13 @@ class Orchestrator:
         self._alive = Liveness()
         # For whoever shows them: who is here, and what they said last.
         self.connected, self.heartbeats = self._streams.keys(), self._alive.heartbeats.values()
-        self._batch: deque[Waiting] = deque()
-        """Events taken from the inbox and not stepped yet."""
-        self._steps: list[Stepped] = []
-        """Steps that are not on disk yet."""
+        self._batch: deque[Waiting] = deque()  # Taken from the inbox and not stepped yet.
+        self._steps: list[Stepped] = []  # Not on disk yet.
         self._torn = False
         """A step failed half-way: the state has to be read from the journal before the next."""
-        self._leave: Permanent | None = None
-        """Why we do not lead any longer than the present batch."""
+        self._leave: Permanent | None = None  # Why we lead no longer than the present batch.
         self._written_at, self._away = 0.0, False  # The journal, when we last tried to write.
-        self._snapshot_seq, self._snapshot_again_at = 0, 0.0
+        self._snapshot_seq, self._since_snapshot, self._snapshot_again_at = 0, 0, 0.0
         self._tick_waiting, self._tick_due = False, clock.monotonic()
         self.heeded: dict[NodeId, float] = {}  # Whose word made a leader here step down, and when.
         self._rereads = 0
@@ -192,8 +191,8 @@ class Orchestrator:
             cluster, moment = state.new_cluster(secrets.token_hex(16)), 0.0
             self._write_snapshot(cluster, 0, moment)
             return cluster, moment
-        self._snapshot_seq = found.snapshot_seq
-        self._log("journal.replayed", snapshot_seq=found.snapshot_seq, entries=found.replayed)
+        self._snapshot_seq, self._since_snapshot = found.snapshot_seq, found.replayed
+        self._log("journal.replayed", snapshot_seq=found.snapshot_seq, events=found.replayed)
         return found.cluster, found.moment
 
     def _begin_term(self) -> None:
@@ -285,7 +284,7 @@ class Orchestrator:
                 self.cluster, _ = self._restore()
                 self._torn = False
                 continue
-            item = self._batch.popleft()
+            item = next_of(self._batch)
             if isinstance(item.event, events.Tick):
                 item.event = self._tick_now()
             elif (aged := with_its_age(item, self._clock.monotonic())) is None:
@@ -310,8 +309,9 @@ class Orchestrator:
         return events.Tick(own_lateness(self._tick_due, self._clock.monotonic(), limit))
 
     def _leave_out(self, item: Waiting, error: Exception) -> None:
-        """A bug of ours may have left the state half changed: leave the event out; the state is
-        taken from the journal, where every step is whole."""
+        """A bug of ours may have left the state half changed: leave the event out (of reports that
+        came together, one); the state is taken from the journal, where every step is whole."""
+        self._batch.extendleft(reversed(apart(item)))
         trace = traceback.format_exc()
         self._log("step.failed", kind=type(item.event).__name__, why=repr(error), trace=trace)
         item.fail(Permanent(f"a bug of the orchestrator's: {error!r}"))
@@ -326,6 +326,7 @@ class Orchestrator:
         if entries:
             self._wrote(self._journal.append(self.term, self._standing.head, entries))
             self._hurried.set()
+            self._since_snapshot += sum(done.weight for done in steps)
         self._steps = []
         for done in steps:
             for phase in view.phases(self.cluster, done.jobs).values():
@@ -363,8 +364,7 @@ class Orchestrator:
         self._told.tell(records)
 
     def _snapshot_if_due(self) -> None:
-        grown = self._standing.seq - self._snapshot_seq
-        due = snapshot_due(self.cluster, grown, self._config.snapshot_entries)
+        due = snapshot_due(self.cluster, self._since_snapshot, self._config.snapshot_entries)
         if not due or self._clock.monotonic() < self._snapshot_again_at:
             return
         try:
@@ -377,7 +377,7 @@ class Orchestrator:
     def _write_snapshot(self, cluster: state.Cluster, seq: int, now: float) -> None:
         plain = snapshot_of(cluster, now)
         self._wrote(self._journal.snapshot(self.term, self._standing.head, plain, seq))
-        self._snapshot_seq = seq
+        self._snapshot_seq, self._since_snapshot = seq, 0
         self._log("journal.snapshot", seq=seq)
 
     # ---------------------------------------------------------------- our own clock

@@ -21,6 +21,9 @@ ALIVE_SECONDS = 5.0
 """A follower that hears nothing for longer may take us for gone."""
 AGE_SECONDS_MIN = 0.1
 """What waited for less came as it happened."""
+REPORTS_TOGETHER_MAX, ITEMS_TOGETHER_MAX = 64, 512
+"""So many make one entry, of some tens of kilobytes: what is done for each entry weighs no more
+then. Items are seats and all that they list: digests, portions, covers."""
 
 
 @dataclass(slots=True)
@@ -31,6 +34,8 @@ class Waiting:
     decided: asyncio.Future[brain.Decision] | None = None
     heard_at: float = -1.0
     """Of a message: when it came in, on our monotonic clock. -1: it is no message."""
+    alone: bool = False
+    """It is stepped without its neighbours: together with them it has failed."""
 
     def settle(self, decision: brain.Decision) -> None:
         if self.decided is not None and not self.decided.done():
@@ -51,6 +56,52 @@ class Stepped:
     facts: dict[str, dict[str, Any]]
     """Where those jobs were after the step; the cluster itself goes on to the next step."""
     now: float
+
+    @property
+    def weight(self) -> int:
+        """Events that a replay has to step through."""
+        return len(self.decision.counted) or int(to_be_kept(self.decision))
+
+
+def next_of(batch: deque[Waiting]) -> Waiting:
+    """The next event. Reports of one job that wait next to each other are one event."""
+    first = batch.popleft()
+    together, items = [], 0
+    report = _joined(first)
+    while report is not None:
+        together.append(report)
+        items += _items(report)
+        following = _joined(batch[0]) if batch else None
+        if following is None or following.job != report.job:
+            break
+        if len(together) == REPORTS_TOGETHER_MAX or items + _items(following) > ITEMS_TOGETHER_MAX:
+            break
+        report = following
+        batch.popleft()
+    if len(together) < 2:
+        return first
+    job = together[0].job
+    return Waiting(events.Reports(job, tuple(together)), heard_at=first.heard_at)
+
+
+def _joined(item: Waiting) -> wire.PhaseReport | None:
+    """The report that may be one with its neighbours; one with a problem speaks for itself."""
+    report = item.event
+    if not isinstance(report, wire.PhaseReport) or item.alone or item.decided is not None:
+        return None
+    return None if any(seat.problem for seat in report.seats) else report
+
+
+def _items(report: wire.PhaseReport) -> int:
+    lists = ((s.digests, s.portions, s.entries, s.covers, s.unsynced) for s in report.seats)
+    return len(report.seats) + sum(len(each) for several in lists for each in several)
+
+
+def apart(item: Waiting) -> list[Waiting]:
+    """What `next_of` has put together, as it was; empty: it was one event in the first place."""
+    if not isinstance(item.event, events.Reports):
+        return []
+    return [Waiting(report, heard_at=item.heard_at, alone=True) for report in item.event.reports]
 
 
 def with_its_age(item: Waiting, now: float) -> events.Event | None:
@@ -81,9 +132,17 @@ def jobs_touched(event: events.Event, decision: brain.Decision) -> tuple[JobId, 
     return tuple(sorted(touched - {JobId("")}))
 
 
+def kept_of(event: events.Event, decision: brain.Decision) -> events.Event:
+    """An event as the journal keeps it: of reports that came together, those that counted."""
+    if not isinstance(event, events.Reports) or not decision.counted:
+        return event
+    first, *others = decision.counted
+    return replace(event, reports=decision.counted) if others else first
+
+
 def entry_of(done: Stepped) -> Entry:
     body = {
-        "event": events.to_plain(done.waiting.event),
+        "event": events.to_plain(kept_of(done.waiting.event, done.decision)),
         "jobs": done.facts,
         "now": done.now,
         "orders": [_order_line(order) for order in done.decision.orders],
@@ -120,7 +179,7 @@ def records_of(last_seq: int, steps: list[Stepped]) -> list[dict[str, Any]]:
 
 def record_of(seq: int, done: Stepped) -> dict[str, Any]:
     """One decision as /v1/events and the log show it."""
-    event = done.waiting.event
+    event = kept_of(done.waiting.event, done.decision)
     return {
         "seq": seq,
         "at": done.now,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from keepstep.model import Generation, JobId, NodeId, OrderId
 from keepstep.orchestrator.state import STORY_LINES_MAX, Cluster, Job, Line
-from keepstep.wire import Action, Order, Published
+from keepstep.wire import Action, Order, PhaseReport, Published
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Note:
 class Turn:
     """What one event leads to. Lives for one step."""
 
-    __slots__ = ("answers", "cluster", "ignored", "notes", "now", "orders", "touched")
+    __slots__ = ("answers", "cluster", "counted", "ignored", "notes", "now", "orders", "touched")
 
     def __init__(self, cluster: Cluster, now: float) -> None:
         self.cluster = cluster
@@ -35,8 +35,15 @@ class Turn:
         self.orders: list[Order] = []
         self.notes: list[Note] = []
         self.answers: list[tuple[NodeId, Published]] = []
+        self.counted: list[PhaseReport] = []  # Of several that came together.
         self.ignored = ""
         self.touched = False
+
+    @property
+    def why(self) -> str:
+        """What happened, in one line; or why nothing did."""
+        told = "; ".join(note.why for note in self.notes)
+        return told or ("" if self.counted else self.ignored)
 
     def order(
         self,
