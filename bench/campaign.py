@@ -31,7 +31,8 @@ SWEEP = ",".join(f"checkpoint_restart:{m}@{n}" for m in ("sync", "async") for n 
 SECONDS, SHORT_SECONDS = 150.0, 25.0
 REPEAT = 3
 CALIBRATION_STEPS = 24
-INTERRUPTED = 130
+INTERRUPTED, LOST = 130, 3
+"""Exits: by hand; by trouble that no run can be made in, such as a host that is lost."""
 TROUBLE = (KeepstepError, OSError, subprocess.SubprocessError)
 START_SECONDS = 20.0
 """What an arm takes to start and to end, roughly: for the estimate."""
@@ -91,7 +92,7 @@ def matrix(args: argparse.Namespace) -> int:
     ]
     if args.list:
         for job in jobs:
-            able = ", ".join(arm for arm in job.arms if not refusal(job, arm))
+            able = ", ".join(arm for arm in job.arms if not refusal(job, arm, args))
             print(f"{job.scenario}, {job.workload} {job.size}, {job.repeat}x: {able}")
         print(f"about {estimate(jobs, args) / 3600:.1f} hours, if nobody is much slower than bare")
         return 0
@@ -99,7 +100,7 @@ def matrix(args: argparse.Namespace) -> int:
     for job in jobs:
         # A file for each: a night's work is not lost with its last run.
         worst = max(worst, carry_out([job], args, "matrix"))
-        if worst == INTERRUPTED:
+        if worst in (INTERRUPTED, LOST):
             break
     return worst
 
@@ -112,11 +113,32 @@ def with_bare(arms: str) -> list[str]:
 def estimate(jobs: Sequence[Job], args: argparse.Namespace) -> float:
     """Seconds. Arms that are struck take longer than the bare engine, say by a quarter."""
     each = 1.25 * seconds_of(args) + START_SECONDS
-    return sum(job.repeat * each for job in jobs for arm in job.arms if not refusal(job, arm))
+    return sum(job.repeat * each for job in jobs for arm in job.arms if not refusal(job, arm, args))
 
 
-def refusal(job: Job, arm: str) -> str:
-    return load(arm).refuses(Plan(parallel=job.workload, size=job.size))
+def refusal(job: Job, arm: str, args: argparse.Namespace) -> str:
+    return arm_of(arm, hosts_of(args)).refuses(plan_of(job, args))
+
+
+def plan_of(job: Job, args: argparse.Namespace) -> Plan:
+    return Plan(parallel=job.workload, size=job.size, world=args.ranks, seed=args.seed)
+
+
+def arm_of(spec: str, hosts: tuple[launching.Host, ...]) -> Arm:
+    arm = load(spec)
+    arm.hosts = hosts
+    return arm
+
+
+def hosts_of(args: argparse.Namespace) -> tuple[launching.Host, ...]:
+    if args.hostfile is None:
+        return ()
+    if args.keep is None or "GLOO_SOCKET_IFNAME" not in os.environ:
+        raise ConfigError(
+            "--hostfile needs --keep DIR, a directory that all hosts share, and "
+            "GLOO_SOCKET_IFNAME, the network between them"
+        )
+    return launching.read_hostfile(args.hostfile.read_text(encoding="utf-8"))
 
 
 def seconds_of(args: argparse.Namespace) -> float:
@@ -130,7 +152,7 @@ def repeat_of(args: argparse.Namespace, usual: int = REPEAT) -> int:
 def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
     seconds = seconds_of(args)
     print(f"machine {record.machine()}; about {estimate(jobs, args) / 60:.0f} min", flush=True)
-    refused = {(job.workload, arm): refusal(job, arm) for job in jobs for arm in job.arms}
+    refused = {(job.workload, arm): refusal(job, arm, args) for job in jobs for arm in job.arms}
     for (workload, arm), why in refused.items():
         if why:
             print(f"{workload}, {arm}: not run: {why}", flush=True)
@@ -140,18 +162,11 @@ def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
         room = args.keep.resolve() if args.keep is not None else scratch
         bench = Campaign(args, room, seconds)
         for job in jobs:
-            if bench.interrupted:
-                break
-            try:
+            if not bench.ended:
                 cases += [bench.case(job)]
-            except TROUBLE as error:
-                if not cases:
-                    raise
-                print(f"\nended: {error}; the cases that are complete are kept", flush=True)
-                bench.interrupted = True
     cases = [case for case in cases if case["repetitions"]]
     if not cases:
-        raise Permanent("nothing was completed")
+        raise Permanent(f"nothing was completed: {bench.why}")
     kept = {
         "short": bool(args.short),
         "seconds": seconds,
@@ -165,8 +180,8 @@ def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
     found = tables.groups([whole])
     print(f"\n{tables.terminal(found)}\n")
     print(f"raw results: {path}\npage: {out}")
-    if bench.interrupted:
-        return INTERRUPTED
+    if bench.ended:
+        return bench.ended
     return 0 if all(group.completed == group.runs for group in found) else 1
 
 
@@ -182,9 +197,11 @@ class Campaign:
 
     def __init__(self, args: argparse.Namespace, room: Path, seconds: float) -> None:
         self.room, self.seconds = room, seconds
-        self.interrupted = False
+        self.ended = 0
+        """Before its time: how, as an exit."""
+        self.why = ""
         self._args = args
-        self._hosts = self._read_hosts()
+        self._hosts = hosts_of(args)
         self._launch: launching.Launch = (
             launching.Ssh(str(ROOT), self._hosts) if self._hosts else launching.Local()
         )
@@ -192,20 +209,18 @@ class Campaign:
         self._steps: dict[tuple[str, str], tuple[int, float]] = {}
 
     def case(self, job: Job) -> dict[str, Any]:
-        told = scenario.read(job.scenario)
-        plan = Plan(
-            parallel=job.workload, size=job.size, world=self._args.ranks, seed=self._args.seed
-        )
-        steps, step_seconds = self._settle(plan)
-        plan = replace(plan, steps=steps)
+        told, plan = scenario.read(job.scenario), plan_of(job, self._args)
         refused: dict[str, str] = {}
         for spec in job.arms:
-            arm = self._arm(spec)
+            arm = arm_of(spec, self._hosts)
             if why := arm.refuses(plan):
                 refused[arm.name] = why
-        able = [spec for spec in job.arms if self._arm(spec).name not in refused]
+        able = [spec for spec in job.arms if load(spec).name not in refused]
         repetitions: list[list[dict[str, Any]]] = []
+        step_seconds = 0.0
         try:
+            steps, step_seconds = self._settle(plan)
+            plan = replace(plan, steps=steps)
             for number in range(job.repeat):
                 repetitions.append([])
                 # The order moves on: nobody always runs first, or behind the same neighbour.
@@ -213,12 +228,10 @@ class Campaign:
                     one = self._run(spec, told, plan, f"{number + 1}/{job.repeat}")
                     repetitions[-1].append(one)
         except (KeyboardInterrupt, SystemExit):
-            print("\ninterrupted: the runs that are complete are kept", flush=True)
-            self.interrupted = True
+            self._end(INTERRUPTED, "interrupted")
         except TROUBLE as error:
             # A host that is lost, say: what it still runs would disturb those that come.
-            print(f"\nended: {error}; the runs that are complete are kept", flush=True)
-            self.interrupted = True
+            self._end(LOST, str(error))
         for runs in repetitions:
             runs.sort(key=lambda run: able.index(run["spec"]))
         return {
@@ -230,6 +243,10 @@ class Campaign:
             "refused": refused,
             "repetitions": [runs for runs in repetitions if runs],
         }
+
+    def _end(self, code: int, why: str) -> None:
+        self.ended, self.why = code, why
+        print(f"\nended: {why}; the runs that are complete are kept", flush=True)
 
     def _settle(self, plan: Plan) -> tuple[int, float]:
         """How many steps the bare engine does in the wanted time."""
@@ -247,7 +264,7 @@ class Campaign:
         self, spec: str, told: scenario.Scenario, plan: Plan, repetition: str
     ) -> dict[str, Any]:
         self._number += 1
-        arm = self._arm(spec)
+        arm = arm_of(spec, self._hosts)
         name = f"{self._number:03d}-{told.name}-{plan.parallel}-{arm.name.replace(':', '-')}"
         plan = replace(plan, directory=str(self.room / name))
         bar = Bar(f"{told.name} {plan.parallel} {repetition} {arm.name}")
@@ -257,21 +274,6 @@ class Campaign:
         if result["outcome"] == "completed" and self._args.keep is None:
             one.clear()
         return {"spec": spec, **result}
-
-    def _arm(self, spec: str) -> Arm:
-        arm: Any = load(spec)
-        arm.hosts = self._hosts
-        return arm
-
-    def _read_hosts(self) -> tuple[launching.Host, ...]:
-        if self._args.hostfile is None:
-            return ()
-        if self._args.keep is None or "GLOO_SOCKET_IFNAME" not in os.environ:
-            raise ConfigError(
-                "--hostfile needs --keep DIR, a directory that all hosts share, and "
-                "GLOO_SOCKET_IFNAME, the network between them"
-            )
-        return launching.read_hostfile(self._args.hostfile.read_text(encoding="utf-8"))
 
 
 class Bar:

@@ -24,7 +24,7 @@ from bench.launch import Launch
 from bench.plan import Plan
 from bench.scenario import Scenario, schedule
 from bench.strikes import Striker
-from bench.watch import Watch
+from bench.watch import watch_of
 from bench.workload.order import Order
 from keepstep.errors import KeepstepError
 
@@ -107,8 +107,10 @@ class Run:
             self.arm,
             self.launch,
             self._follower.victim,
+            self.plan.room / "slowing.log",
         )
-        watch = Watch(self.plan.directory, os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        watch = watch_of(self.plan.directory, interface, self.launch)
         self.plan.write()
         began = time.monotonic()
         watch.start()

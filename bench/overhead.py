@@ -69,6 +69,8 @@ LEAD_STEPS, LONG_STEP_SECONDS = 2, 0.2
 WARM_STEPS = 20
 REPLY_SECONDS_MAX = 600.0
 WORKER = Path(__file__).parent / "overhead_worker.py"
+_told_to_end: list[bool] = []
+"""By a signal: hours of rounds are not thrown away because somebody needs the machine."""
 
 
 @dataclass
@@ -122,7 +124,8 @@ def main() -> int:
     if args.malloc == "keep":
         os.environ.update(KEPT)
     worlds = [int(text) for text in (args.ranks or RANKS[args.parallel]).split(",")]
-    print(f"seed {args.seed}; machine {record.machine()}")
+    print(f"seed {args.seed}; machine {record.machine()}; SIGTERM ends it, and keeps what it has")
+    signal.signal(signal.SIGTERM, lambda *_: _told_to_end.append(True))
     earlier = Earlier.read(args) if args.onto is not None else Earlier()
     results = {str(w): measure(w, args, earlier.segments(w)) for w in worlds}
     name = "overhead" if args.parallel == "ddp" else f"overhead-{args.parallel}"
@@ -196,6 +199,8 @@ def measure(world: int, args: argparse.Namespace, segments: list[dict[str, Any]]
     steps = max(0.0, args.steps - sum(r["steps"] for r in rounds)) / args.segments
     deadline = time.monotonic() + 60.0 * args.minutes
     for number in range(args.segments):
+        if _told_to_end:
+            break
         left = (deadline - time.monotonic()) / (args.segments - number)
         segment = run_segment(world, args, steps, len(rounds), time.monotonic() + left)
         segments.append(segment)
@@ -257,7 +262,7 @@ def run_segment(
             arm.blocks.clear()
         rounds: list[dict[str, float]] = []
         done = 0
-        while done < wanted and (time.monotonic() < deadline or args.quick):
+        while done < wanted and (time.monotonic() < deadline or args.quick) and not _told_to_end:
             rounds.append(one_round(arms, block, lead, first_round + len(rounds)))
             done += rounds[-1]["others"] <= OTHERS_MAX or args.quick
             if sys.stderr.isatty():

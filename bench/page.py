@@ -19,7 +19,11 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 860, 300, 60, 36, 14
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; color: #222; }
 table { border-collapse: collapse; margin: 0.6em 0 1em; font-size: 13px; }
-td, th { padding: 3px 9px; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+td, th { padding: 3px 6px; text-align: right; border-bottom: 1px solid #ddd; }
+th { vertical-align: bottom; font-weight: 600; } td { white-space: nowrap; }
+.wide { overflow-x: auto; }
+.legend span { margin-right: 1.4em; white-space: nowrap; font-size: 13px; }
+.legend b { display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
 td:first-child, th:first-child { text-align: left; }
 .note { color: #666; } .bad { color: #a11; }
 svg { background: #fafafa; border: 1px solid #e4e4e4; }
@@ -77,7 +81,7 @@ def _table(mine: Sequence[tables.Group]) -> str:
         cells = "".join(f"<td>{_safe(row[name])}</td>" for name, _ in tables.COLUMNS)
         rows.append(f"<tr>{cells}</tr>")
     told = "".join(f"<p class='note'>{_safe(note)}</p>" for note in notes)
-    return f"<table><tr>{heads}</tr>{''.join(rows)}</table>{told}"
+    return f"<div class='wide'><table><tr>{heads}</tr>{''.join(rows)}</table></div>{told}"
 
 
 # ---------------------------------------------------------------- plots
@@ -91,6 +95,7 @@ def progress(case: Mapping[str, Any], colours: Mapping[str, str]) -> str:
     last = max(run["truth"]["finished"][-1] for run in runs) or 1.0
     steps = int(case["plan"]["steps"])
     shapes = []
+    names = [(run["arm"], colours[run["arm"]]) for run in runs]
     for number, run in enumerate(runs):
         colour = colours[run["arm"]]
         points = _thinned(run["truth"]["finished"])
@@ -103,10 +108,10 @@ def progress(case: Mapping[str, Any], colours: Mapping[str, str]) -> str:
             if strike["pid"] and x <= WIDTH:
                 y = HEIGHT - BOTTOM + 2 + 3 * (number % 4)
                 shapes.append(f"<rect x='{x:.1f}' y='{y}' width='2' height='6' fill='{colour}'/>")
-        shapes.append(_legend(number, run["arm"], colour))
     marks = [(_x(t, last), f"{t:.0f} s") for t in _round_steps(last)]
     levels = [(_y(s, steps), f"{s:.0f}") for s in _round_steps(steps)]
-    return _frame("Steps finished over time; ticks below are strikes", marks, levels, shapes)
+    title = "Steps finished over time; ticks below are strikes"
+    return _legend(names) + _frame(title, marks, levels, shapes)
 
 
 def bars(mine: Sequence[tables.Group], colours: Mapping[str, str]) -> str:
@@ -186,12 +191,12 @@ def _round_steps(most: float) -> list[float]:
     return [size * number for number in range(int(most / size) + 1)]
 
 
-def _legend(number: int, name: str, colour: str) -> str:
-    y = TOP + 8 + 16 * number
-    return (
-        f"<rect x='{LEFT + 12}' y='{y - 8}' width='10' height='10' fill='{colour}'/>"
-        f"<text x='{LEFT + 28}' y='{y + 1}'>{_safe(name)}</text>"
+def _legend(names: Sequence[tuple[str, str]]) -> str:
+    """Above the plot: within it, it would lie over the lines."""
+    entries = (
+        f"<span><b style='background:{colour}'></b>{_safe(name)}</span>" for name, colour in names
     )
+    return f"<p class='legend'>{''.join(entries)}</p>"
 
 
 def _frame(

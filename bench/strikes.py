@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from bench.arms.arm import Arm
-from bench.launch import Launch
+from bench.arms.arm import ROOT, Arm
+from bench.launch import SSH_FAILED, Launch, python_path
 from bench.scenario import Scenario, Strike
 from bench.truth import Start
 from keepstep.errors import KeepstepError, Unreachable
 
-SLICE_SECONDS = 0.05
 LOOK_SECONDS = 0.02
-WAKE_SECONDS_MAX = 20.0
+END_SECONDS_MAX = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,13 @@ class Striker(threading.Thread):
         arm: Arm,
         launch: Launch,
         victim: Callable[[int], Start | None],
+        log: Path,
     ) -> None:
         super().__init__(name="striker", daemon=True)
         self.done: list[Done] = []
         self.failed = ""
         self._scenario, self._schedule = scenario, list(schedule)
-        self._arm, self._launch, self._victim = arm, launch, victim
+        self._arm, self._launch, self._victim, self._log = arm, launch, victim, log
         self._zero = 0.0
         self._over = threading.Event()
         self._stopped: list[tuple[float, Start]] = []
@@ -115,30 +116,28 @@ class Striker(threading.Thread):
                     self._stopped.remove(due)
                 return hit
             case "slow":
-                return self._slow(victim, now + self._scenario.slow_seconds)
+                return self._slow(victim)
             case "drain":
-                self._arm.drain(victim.rank, victim.host, victim.pid)
-                return True
+                return self._arm.drain(victim.rank, victim.host, victim.pid)
             case other:
                 raise AssertionError(other)
 
-    def _slow(self, victim: Start, until: float) -> bool:
-        """Stopped and continued in slices."""
-        stopped, hit = SLICE_SECONDS * self._scenario.stopped_share, False
-        while self._launch.now() < until and not self._over.is_set():
-            if not self._reaches(victim, signal.SIGSTOP):
-                break
-            hit = True
-            time.sleep(stopped)
-            self._wake(victim)
-            self._over.wait(SLICE_SECONDS - stopped)
-        return hit
-
-    def _wake(self, victim: Start) -> None:
-        """Not once only: nobody else would ever wake it."""
-        deadline = self._launch.now() + WAKE_SECONDS_MAX
-        while self._reaches(victim, signal.SIGCONT) is None and self._launch.now() < deadline:
-            time.sleep(SLICE_SECONDS)
+    def _slow(self, victim: Start) -> bool:
+        """By a process beside the victim, until its time is over or the run is."""
+        share = self._scenario.stopped_share
+        command = [sys.executable, "-m", "bench.slowing", str(victim.pid)]
+        command += [str(self._scenario.slow_seconds), str(share)]
+        around = {"PYTHONPATH": python_path(ROOT)}
+        slowing = self._launch.start(victim.host, command, around, self._log)
+        while slowing.poll() is None and not self._over.wait(LOOK_SECONDS):
+            pass
+        if slowing.poll() is None:
+            slowing.terminate()
+            slowing.wait(END_SECONDS_MAX)
+            return True  # It would have ended by itself if nobody had been there.
+        if slowing.returncode == SSH_FAILED:
+            raise Unreachable(f"{victim.host} cannot be reached by ssh")
+        return slowing.returncode == 0
 
     def _reaches(self, victim: Start, number: int) -> bool | None:
         """False: it is gone. None: nobody knows, its host is out of reach; which is told."""

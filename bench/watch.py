@@ -4,63 +4,174 @@ Memory is the sum of proportional set sizes: pages that several processes share 
 bytes are the counters of the network interface; on loopback that is everything this machine says to
 itself, so nothing else should run. What went to others on the machine, its host among them, is
 told with each run: a comparison in which that met one arm and not the other says nothing.
+
+    watch = watch_of(directory, interface, launch)   here, or on every host of a hostfile
+
+    python -m bench.watch DIRECTORY INTERFACE        what a host does: a line for each look
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from bench import figures, quiet
-from bench.launch import marked
+from bench.arms.arm import Processes
+from bench.launch import MARK, Launch, Ssh, marked, python_path
 
 LOOK_SECONDS = 2.0
 
 
-class Watch(threading.Thread):
-    """From `start` to `stop`."""
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Of one machine at one moment."""
+
+    memory_bytes: int
+    """Of the run's processes."""
+    sent_bytes: int
+    """By the interface, since the machine was started."""
+    others: float | None
+    """The share of the machine that went to others since the look before; None at the first."""
+
+
+class Watch(Protocol):
+    memory_bytes_max: int
+
+    def start(self) -> None: ...
+
+    def begin_counting(self) -> None:
+        """From the first step on."""
+        ...
+
+    def others_share(self) -> float | None:
+        """The median: starts and deaths of our own processes are outliers in it. None: nobody
+        could look, because nothing of the run was there."""
+        ...
+
+    def moved_bytes(self) -> int: ...
+
+    def stop(self) -> None: ...
+
+
+def watch_of(directory: str, interface: str, launch: Launch) -> Watch:
+    if isinstance(launch, Ssh):
+        return FarWatch(directory, interface, launch)
+    return NearWatch(directory, interface)
+
+
+class Looking:
+    """Look after look at the processes that bear a run's mark."""
+
+    def __init__(self, directory: str, interface: str) -> None:
+        self._directory, self._interface = directory, interface
+        self._known: list[int] = []
+        self._before = quiet.look(())
+
+    def look(self) -> Look:
+        others = None
+        if self._known:
+            # Of the same processes as before: one that was started or ended in between counts
+            # as others', which is on the safe side.
+            others = quiet.others(self._before, quiet.look(self._known))
+        self._known = list(marked(self._directory))
+        self._before = quiet.look(self._known)
+        memory = sum(map(memory_bytes, self._known))
+        return Look(memory, interface_bytes(self._interface), others)
+
+
+class NearWatch(threading.Thread):
+    """This machine."""
 
     def __init__(self, directory: str, interface: str) -> None:
         super().__init__(name="watch", daemon=True)
         self.memory_bytes_max = 0
-        self.processes_max = 0
-        self.others: list[float] = []
-        """The share of the machine that went to others, look by look."""
-        self._directory = directory
+        self._others: list[float] = []
+        self._looking = Looking(directory, interface)
         self._interface = interface
-        self._before = interface_bytes(interface)
+        self._sent_before = interface_bytes(interface)
         self._over = threading.Event()
 
     def run(self) -> None:
-        known: list[int] = []
-        before = quiet.look(known)
         while not self._over.wait(LOOK_SECONDS):
-            if known:
-                # Of the same processes as before: one that was started or ended in between counts
-                # as others', which is on the safe side.
-                self.others.append(quiet.others(before, quiet.look(known)))
-            pids = known = list(marked(self._directory))
-            before = quiet.look(known)
-            self.memory_bytes_max = max(self.memory_bytes_max, sum(map(memory_bytes, pids)))
-            self.processes_max = max(self.processes_max, len(pids))
+            look = self._looking.look()
+            self.memory_bytes_max = max(self.memory_bytes_max, look.memory_bytes)
+            if look.others is not None:
+                self._others.append(look.others)
 
     def begin_counting(self) -> None:
-        """From the first step on."""
-        self.others.clear()
-        self._before = interface_bytes(self._interface)
+        self._others.clear()
+        self._sent_before = interface_bytes(self._interface)
 
     def others_share(self) -> float | None:
-        """The median: starts and deaths of our own processes are outliers in it. None: nobody
-        could look, because nothing of the run was on this machine."""
-        return figures.median(self.others) if self.others else None
+        return figures.median(self._others) if self._others else None
 
     def moved_bytes(self) -> int:
-        return interface_bytes(self._interface) - self._before
+        return interface_bytes(self._interface) - self._sent_before
 
     def stop(self) -> None:
         self._over.set()
         if self.is_alive():
             self.join(10.0)
+
+
+class FarWatch:
+    """Every host of a hostfile, each by a watcher of its own.
+
+    They look every two seconds: bytes are good to two seconds of traffic. The memory is the sum of
+    the hosts' maxima, which may have come at different times.
+    """
+
+    def __init__(self, directory: str, interface: str, launch: Ssh) -> None:
+        self._directory, self._interface, self._launch = directory, interface, launch
+        self._watchers = Processes()
+        self._logs = [Path(directory) / f"watch-{host.name}.log" for host in launch.hosts]
+        self._skipped = [0] * len(self._logs)
+
+    def start(self) -> None:
+        # It bears the run's mark, and so is ended with the rest if nobody else ends it.
+        around = {"PYTHONPATH": python_path(self._launch.directory), MARK: self._directory}
+        command = [sys.executable, "-m", "bench.watch", self._directory, self._interface]
+        for host, log in zip(self._launch.hosts, self._logs, strict=True):
+            self._watchers.start(self._launch, host.name, command, around, log)
+
+    def begin_counting(self) -> None:
+        # The last look before it is where the bytes are counted from.
+        self._skipped = [max(0, len(looks) - 1) for looks in self._looks()]
+
+    @property
+    def memory_bytes_max(self) -> int:
+        return sum(max((look.memory_bytes for look in looks), default=0) for looks in self._looks())
+
+    def others_share(self) -> float | None:
+        """Of the host that had most taken away: all wait for the slowest."""
+        hosts = [[look.others for look in looks[1:]] for looks in self._counted()]
+        shares = [[share for share in host if share is not None] for host in hosts]
+        return max((figures.median(host) for host in shares if host), default=None)
+
+    def moved_bytes(self) -> int:
+        counted = [looks for looks in self._counted() if looks]
+        return sum(looks[-1].sent_bytes - looks[0].sent_bytes for looks in counted)
+
+    def stop(self) -> None:
+        self._watchers.stop()
+
+    def _counted(self) -> list[list[Look]]:
+        return [looks[n:] for looks, n in zip(self._looks(), self._skipped, strict=True)]
+
+    def _looks(self) -> list[list[Look]]:
+        return [read_looks(log) for log in self._logs]
+
+
+def read_looks(log: Path) -> list[Look]:
+    """The whole lines that a watcher wrote; what ssh says besides is no look."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [Look(**json.loads(line)) for line in lines if line.startswith("{")]
 
 
 def memory_bytes(pid: int) -> int:
@@ -81,3 +192,10 @@ def interface_bytes(name: str) -> int:
         if known.strip() == name:
             return int(rest.split()[8])
     return 0
+
+
+if __name__ == "__main__":
+    looking = Looking(sys.argv[1], sys.argv[2])
+    while True:
+        time.sleep(LOOK_SECONDS)
+        print(json.dumps(asdict(looking.look())), flush=True)

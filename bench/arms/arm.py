@@ -3,7 +3,7 @@
     refuses   why it cannot run this plan; "" if it can
     start     begin to train; returns at once
     ended     how it ended by itself; "" while it runs
-    drain     this rank's place is wanted: leave it in the system's own way
+    drain     this rank's place is wanted: leave it in the system's own way; False: nobody was there
     stop      end everything that was started
 
 An arm starts processes and nothing else. Who is struck, when, and what came of it is the harness's
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.launch import KEPT, MARK, Launch, python_path
+from bench.launch import KEPT, MARK, Host, Launch, python_path
 from bench.plan import Plan
 from bench.workload.log import GATE
 from keepstep.errors import ConfigError
@@ -37,6 +37,8 @@ class Arm(Protocol):
     name: str
     settings: dict[str, Any]
     """What was chosen for this system: recorded with the result."""
+    hosts: tuple[Host, ...]
+    """Of a hostfile; none: this machine."""
 
     def refuses(self, plan: Plan) -> str: ...
 
@@ -44,7 +46,7 @@ class Arm(Protocol):
 
     def ended(self) -> str: ...
 
-    def drain(self, rank: int, host: str, pid: int) -> None: ...
+    def drain(self, rank: int, host: str, pid: int) -> bool: ...
 
     def stop(self) -> None: ...
 
@@ -79,10 +81,10 @@ class Processes:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._started.append((host, launch.start(host, command, environment, log)))
 
-    def tell_to_go(self, host: str, pid: int) -> None:
+    def tell_to_go(self, host: str, pid: int) -> bool:
         """A worker that these processes started there: what stands for a drain where none is."""
         assert self._launch is not None, "started"
-        self._launch.signal(host, pid, signal.SIGTERM)
+        return self._launch.signal(host, pid, signal.SIGTERM)
 
     def codes(self) -> list[int | None]:
         return [process.poll() for _, process in self._started]

@@ -48,7 +48,7 @@ class Bare:
     def ended(self) -> str:
         return self._processes.ended()
 
-    def drain(self, rank: int, host: str, pid: int) -> None:
+    def drain(self, rank: int, host: str, pid: int) -> bool:
         raise AssertionError("the bare engine is never struck")
 
     def stop(self) -> None:

@@ -73,9 +73,9 @@ class CheckpointRestart:
     def ended(self) -> str:
         return self._processes.ended()
 
-    def drain(self, rank: int, host: str, pid: int) -> None:
+    def drain(self, rank: int, host: str, pid: int) -> bool:
         # torchrun knows no drain: the worker is told to go, and that is a failure like any other.
-        self._processes.tell_to_go(host, pid)
+        return self._processes.tell_to_go(host, pid)
 
     def stop(self) -> None:
         self._processes.stop()

@@ -143,7 +143,7 @@ class Keepstep:
             else f"{job['state']}: {job['detail']}"
         )
 
-    def drain(self, rank: int, host: str, pid: int) -> None:
+    def drain(self, rank: int, host: str, pid: int) -> bool:
         assert self._rig is not None, "started"
         client = self._rig.cluster.client
         # Who was drained before is through with its maintenance, and may serve again.
@@ -151,6 +151,7 @@ class Keepstep:
             client.undrain(node, {"why": "bench"})
         self._drained = [self._rig.node_of(rank)]
         client.drain(self._drained[0], {"why": "bench"})
+        return True
 
     def stop(self) -> None:
         self._stack.close()

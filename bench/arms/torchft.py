@@ -3,6 +3,7 @@
     torchft           timeouts of its own example (group 5 s, manager 30 s) and of its README's
                       lighthouse (join 10 s; heartbeats by default 5 s)
     torchft:tuned     1 s for groups, heartbeats and joining
+    torchft:2-1000-500   2 s for groups, 1000 ms for heartbeats, 500 ms for joining
 
 DDP: each rank is a replica group of its own. hsdp: two replica groups, FSDP2 within each, the
 manager's allreduce between them. It lives in an environment of its own, made by
@@ -50,15 +51,25 @@ VARIANTS = {"": Timeouts(), "tuned": Timeouts(1.0, 1000, 1000)}
 
 
 def arm(variant: str) -> Torchft:
-    if variant not in VARIANTS:
-        raise ConfigError(f"torchft has no variant {variant!r}: tuned, or none")
-    return Torchft(variant)
+    return Torchft(variant, timeouts_of(variant))
+
+
+def timeouts_of(variant: str) -> Timeouts:
+    if variant in VARIANTS:
+        return VARIANTS[variant]
+    try:
+        group, heartbeat, join = variant.split("-")
+        return Timeouts(float(group), int(heartbeat), int(join))
+    except ValueError:
+        raise ConfigError(
+            f"torchft:{variant}: none, tuned, or GROUP_SECONDS-HEARTBEAT_MS-JOIN_MS"
+        ) from None
 
 
 class Torchft:
-    def __init__(self, variant: str = "") -> None:
+    def __init__(self, variant: str, timeouts: Timeouts) -> None:
         self.name = f"torchft:{variant}" if variant else "torchft"
-        self.timeouts = VARIANTS[variant]
+        self.timeouts = timeouts
         self.settings: dict[str, Any] = {**asdict(self.timeouts), **versions()}
         self.hosts: tuple[launching.Host, ...] = ()
         self._lighthouse = Processes()
@@ -114,9 +125,9 @@ class Torchft:
             return "the lighthouse ended"
         return self._replicas.ended()
 
-    def drain(self, rank: int, host: str, pid: int) -> None:
+    def drain(self, rank: int, host: str, pid: int) -> bool:
         # Nothing for it is documented: the process is told to go, and torchrun starts it again.
-        self._replicas.tell_to_go(host, pid)
+        return self._replicas.tell_to_go(host, pid)
 
     def stop(self) -> None:
         self._replicas.stop()

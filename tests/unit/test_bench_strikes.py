@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from bench.launch import Local, Ssh
+from bench.arms.arm import ROOT
+from bench.launch import Host, Local, Ssh, python_path
 from bench.scenario import Scenario, Strike
 from bench.strikes import Striker
 from bench.truth import Start
+from bench.watch import FarWatch
 from keepstep.errors import Permanent, Unreachable
 
 SCENARIO = Scenario("mixed", "by hand")
@@ -36,22 +44,41 @@ class Scripted:
     def now(self) -> float:
         return time.monotonic()
 
+    def start(
+        self, host: str, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        """A helper beside the victim: it ends as the next answer says."""
+        code = 0 if self.answers.pop(0) else 1
+        return subprocess.Popen(["sh", "-c", f"exit {code}"])
+
 
 class Drained:
-    def drain(self, rank: int, host: str, pid: int) -> None:
-        raise Permanent("no spare for it")
+    """A drain that is refused, or comes when nobody is there any more."""
+
+    def __init__(self, refuses: str = "no spare for it") -> None:
+        self.refuses = refuses
+
+    def drain(self, rank: int, host: str, pid: int) -> bool:
+        if self.refuses:
+            raise Permanent(self.refuses)
+        return False
 
 
 def struck(
-    kind: str, launch: Scripted, seconds: float = 0.0, operator_seconds: float = 60.0
+    kind: str,
+    launch: Scripted,
+    seconds: float = 0.0,
+    operator_seconds: float = 60.0,
+    drained: Drained | None = None,
 ) -> Striker:
     """One strike, and for so long an operator after it, or until there is nothing more to say."""
     striker = Striker(
         replace(SCENARIO, operator_seconds=operator_seconds),
         [Strike(0.0, kind, 1)],
-        Drained(),  # type: ignore[arg-type]
+        drained or Drained(),  # type: ignore[arg-type]
         launch,  # type: ignore[arg-type]
         lambda rank: Start(rank, 4711, "h1", 0.0),
+        Path("slowing.log"),
     )
     striker.begin(launch.now())
     deadline = time.monotonic() + 10.0
@@ -94,15 +121,72 @@ def test_a_host_that_cannot_be_reached_once_gets_its_strike_a_little_later():
     assert "cannot be reached" in striker.failed
 
 
-def test_a_rank_that_was_slowed_down_is_woken_whatever_it_takes():
-    away = Unreachable("h1 cannot be reached by ssh")
-    launch = Scripted(True, away, away, True, False)
-    began = time.monotonic()
-    striker = struck("slow", launch)
+def test_a_drain_that_came_too_late_is_no_hit():
+    striker = struck("drain", Scripted(), drained=Drained(""))
     (done,) = striker.done
-    assert done.pid == 4711
-    assert launch.sent == [0, signal.SIGSTOP, *[signal.SIGCONT] * 3, signal.SIGSTOP]
-    assert time.monotonic() - began < 10.0, "who is gone is not waited for"
+    assert (done.pid, striker.failed) == (0, "")
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+
+
+@contextmanager
+def slowed(pid: int, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+    """Almost all the time stopped."""
+    command = [sys.executable, "-m", "bench.slowing", str(pid), str(seconds), "0.98"]
+    slowing = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path(ROOT)})
+    try:
+        yield slowing
+    finally:
+        slowing.kill()
+        slowing.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_rank_that_is_slowed_down_is_woken_whatever_ends_the_slowing(number):
+    victim = subprocess.Popen(["sleep", "60"])
+    try:
+        with slowed(victim.pid, 60.0) as slowing:
+            deadline = time.monotonic() + 20.0
+            while state_of(victim.pid) != "T" and time.monotonic() < deadline:
+                time.sleep(0.002)
+            assert state_of(victim.pid) == "T", "it was never stopped"
+            slowing.send_signal(number)
+            assert slowing.wait(20.0) == 0
+            assert state_of(victim.pid) == "S", "asleep, as before"
+        with slowed(victim.pid, 0.2) as slowing:
+            assert slowing.wait(20.0) == 0, "its time was over"
+        assert state_of(victim.pid) == "S"
+    finally:
+        victim.kill()
+        victim.wait()
+    with slowed(victim.pid, 60.0) as slowing:
+        assert slowing.wait(20.0) == 1, "nobody was there"
+
+
+def test_what_the_hosts_watchers_saw_is_added_up(tmp_path):
+    watch = FarWatch(str(tmp_path), "lo", Ssh("/srv", (Host("h1"), Host("h2"))))
+
+    def sees(host: str, memory: int, sent: int, others: float | None) -> None:
+        look = {"memory_bytes": memory, "sent_bytes": sent, "others": others}
+        with (tmp_path / f"watch-{host}.log").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(look) + "\r\n")
+
+    assert (watch.memory_bytes_max, watch.moved_bytes(), watch.others_share()) == (0, 0, None)
+    (tmp_path / "watch-h1.log").write_text("Warning: added h1 to the known hosts.\n")
+    for memory, sent, others in ((10, 1000, None), (50, 1100, 0.9)):
+        sees("h1", memory, sent, others)
+    sees("h2", 7, 500, None)
+    watch.begin_counting()
+    for memory, sent, others in ((40, 1200, 0.01), (30, 1300, 0.03)):
+        sees("h1", memory, sent, others)
+    sees("h2", 9, 600, 0.1)
+    with (tmp_path / "watch-h2.log").open("a", encoding="utf-8") as file:
+        file.write('{"memory_bytes": 99')
+    assert watch.memory_bytes_max == 50 + 9
+    assert watch.moved_bytes() == 200 + 100, "since the last look before the first step"
+    assert watch.others_share() == 0.1, "of the host that had most taken away"
 
 
 def test_an_operators_kill_that_could_not_be_told_is_tried_again():
