@@ -152,6 +152,9 @@ def repeat_of(args: argparse.Namespace, usual: int = REPEAT) -> int:
 def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
     seconds = seconds_of(args)
     print(f"machine {record.machine()}; about {estimate(jobs, args) / 60:.0f} min", flush=True)
+    for job in jobs:
+        # A name that is not one is told now, not after hours.
+        scenario.schedule(scenario.read(job.scenario), args.ranks, seconds, seconds)
     refused = {(job.workload, arm): refusal(job, arm, args) for job in jobs for arm in job.arms}
     for (workload, arm), why in refused.items():
         if why:
@@ -166,7 +169,8 @@ def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
                 cases += [bench.case(job)]
     cases = [case for case in cases if case["repetitions"]]
     if not cases:
-        raise Permanent(f"nothing was completed: {bench.why}")
+        print("nothing was completed", flush=True)
+        return bench.ended
     kept = {
         "short": bool(args.short),
         "seconds": seconds,
@@ -244,9 +248,17 @@ class Campaign:
             "repetitions": [runs for runs in repetitions if runs],
         }
 
+    def _new_room(self, said: str) -> Path:
+        """One that nobody had before: with --keep, earlier campaigns left theirs."""
+        while True:
+            self._number += 1
+            path = self.room / f"{self._number:03d}-{said}"
+            if not path.exists():
+                return path
+
     def _end(self, code: int, why: str) -> None:
         self.ended, self.why = code, why
-        print(f"\nended: {why}; the runs that are complete are kept", flush=True)
+        print(f"\nended: {why}; the runs that are complete, if any, are kept", flush=True)
 
     def _settle(self, plan: Plan) -> tuple[int, float]:
         """How many steps the bare engine does in the wanted time."""
@@ -263,10 +275,9 @@ class Campaign:
     def _run(
         self, spec: str, told: scenario.Scenario, plan: Plan, repetition: str
     ) -> dict[str, Any]:
-        self._number += 1
         arm = arm_of(spec, self._hosts)
-        name = f"{self._number:03d}-{told.name}-{plan.parallel}-{arm.name.replace(':', '-')}"
-        plan = replace(plan, directory=str(self.room / name))
+        said = f"{told.name}-{plan.parallel}-{arm.name.replace(':', '-')}"
+        plan = replace(plan, directory=str(self._new_room(said)))
         bar = Bar(f"{told.name} {plan.parallel} {repetition} {arm.name}")
         one = Run(arm, told, plan, self._launch)
         result = one.go(Limits(self.seconds), bar.told)

@@ -23,7 +23,7 @@ from bench.arms.arm import ROOT, Arm
 from bench.launch import Launch
 from bench.plan import Plan
 from bench.scenario import Scenario, schedule
-from bench.strikes import Striker
+from bench.strikes import Ground, Striker
 from bench.watch import watch_of
 from bench.workload.order import Order
 from keepstep.errors import KeepstepError
@@ -105,17 +105,15 @@ class Run:
             self.scenario,
             strikes if struck else (),
             self.arm,
-            self.launch,
-            self._follower.victim,
-            self.plan.room / "slowing.log",
+            Ground(self.launch, self._follower.victim, self.plan.room / "slowing.log"),
         )
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         watch = watch_of(self.plan.directory, interface, self.launch)
         self.plan.write()
         began = time.monotonic()
-        watch.start()
         moved, others = 0, None
         try:
+            watch.start()
             self.arm.start(self.plan, self.launch)
             outcome = self._wait_first(limits, told)
             start_seconds = time.monotonic() - began

@@ -7,8 +7,8 @@ Four verbs. A scheduler that starts processes itself is one more implementation 
 
     python -m bench.launch DIRECTORY   end what bears this mark on this machine, and say how many
 
-Every process bears a mark in its environment, the run's directory. By it processes are found that
-a system started on its own, to add up their memory and to end what it left behind.
+Every process of a system bears a mark in its environment, the run's directory. By it processes are
+found that a system started on its own, to add up their memory and to end what it left behind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,18 @@ SSH_FAILED = 255
 """Its exit code for troubles of its own; any other is the command's."""
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    name: str
+    slots: int = 1
+
+
 class Launch(Protocol):
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """None: everything is on this machine."""
+        ...
+
     def start(
         self, host: str, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
@@ -61,6 +72,8 @@ class Launch(Protocol):
 class Local:
     """Everything on this machine, whatever the host's name."""
 
+    hosts: tuple[Host, ...] = ()
+
     def start(
         self, host: str, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
@@ -70,7 +83,7 @@ class Local:
             )
 
     def signal(self, host: str, pid: int, number: int) -> bool:
-        if _is_zombie(pid):
+        if is_zombie(pid):
             return False
         try:
             os.kill(pid, number)
@@ -83,12 +96,6 @@ class Local:
 
     def clear(self, mark: str) -> int:
         return end_marked(mark)
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    name: str
-    slots: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,8 @@ class Ssh:
             )
 
     def signal(self, host: str, pid: int, number: int) -> bool:
-        line = [*SSH, host, f"kill -{int(number)} {pid}"]
+        # Who is dead and not buried is hit by nobody.
+        line = [*SSH, host, f"! grep -qs ') Z ' /proc/{pid}/stat && kill -{int(number)} {pid}"]
         # Who is gone already is no news.
         try:
             done = subprocess.run(line, check=False, timeout=30, stderr=subprocess.DEVNULL)
@@ -199,7 +207,7 @@ def marked(directory: str) -> Iterator[int]:
             continue
         try:
             around = (entry / "environ").read_bytes().split(b"\0")
-            if wanted in around and not _is_zombie(int(entry.name)):
+            if wanted in around and not is_zombie(int(entry.name)):
                 yield int(entry.name)
         except OSError:
             continue  # It ended while we looked, or is somebody else's.
@@ -222,7 +230,8 @@ def end_marked(directory: str, seconds_max: float = 10.0) -> int:
     return len(found)
 
 
-def _is_zombie(pid: int) -> bool:
+def is_zombie(pid: int) -> bool:
+    """Dead and not buried, or gone."""
     try:
         return b") Z " in Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -40,6 +40,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -69,8 +70,6 @@ LEAD_STEPS, LONG_STEP_SECONDS = 2, 0.2
 WARM_STEPS = 20
 REPLY_SECONDS_MAX = 600.0
 WORKER = Path(__file__).parent / "overhead_worker.py"
-_told_to_end: list[bool] = []
-"""By a signal: hours of rounds are not thrown away because somebody needs the machine."""
 
 
 @dataclass
@@ -125,9 +124,17 @@ def main() -> int:
         os.environ.update(KEPT)
     worlds = [int(text) for text in (args.ranks or RANKS[args.parallel]).split(",")]
     print(f"seed {args.seed}; machine {record.machine()}; SIGTERM ends it, and keeps what it has")
-    signal.signal(signal.SIGTERM, lambda *_: _told_to_end.append(True))
     earlier = Earlier.read(args) if args.onto is not None else Earlier()
-    results = {str(w): measure(w, args, earlier.segments(w)) for w in worlds}
+    told_to_end = threading.Event()
+    results = {}
+    for world in worlds:
+        segments = segments_of(world, args, earlier.segments(world), told_to_end)
+        if any(quiet_rounds(segment, args) for segment in segments):
+            results[str(world)] = summed_up(segments, args)
+        else:
+            print(f"{world} ranks: not one quiet round: others use this machine")
+    if not results:
+        raise Permanent("nothing was measured")
     name = "overhead" if args.parallel == "ddp" else f"overhead-{args.parallel}"
     name += f"-k{args.check_steps}" if args.check_steps else ""
     path = record.keep(
@@ -193,16 +200,23 @@ def quiet_rounds(segment: dict[str, Any], args: argparse.Namespace) -> list[dict
     return [r for r in segment["rounds"] if r["others"] <= OTHERS_MAX or args.quick]
 
 
-def measure(world: int, args: argparse.Namespace, segments: list[dict[str, Any]]) -> dict[str, Any]:
-    """All segments of one world size; those that are given were made before."""
+def segments_of(
+    world: int,
+    args: argparse.Namespace,
+    earlier: Sequence[dict[str, Any]],
+    told_to_end: threading.Event,
+) -> list[dict[str, Any]]:
+    """All segments of one world size, those that were made before among them."""
+    segments = list(earlier)
     rounds = [r for segment in segments for r in quiet_rounds(segment, args)]
     steps = max(0.0, args.steps - sum(r["steps"] for r in rounds)) / args.segments
     deadline = time.monotonic() + 60.0 * args.minutes
     for number in range(args.segments):
-        if _told_to_end:
+        if told_to_end.is_set():
             break
         left = (deadline - time.monotonic()) / (args.segments - number)
-        segment = run_segment(world, args, steps, len(rounds), time.monotonic() + left)
+        limit = Limit(steps, time.monotonic() + left, told_to_end)
+        segment = run_segment(world, args, limit, len(rounds))
         segments.append(segment)
         rounds += quiet_rounds(segment, args)
         if not rounds:
@@ -219,8 +233,11 @@ def measure(world: int, args: argparse.Namespace, segments: list[dict[str, Any]]
             f"bare step {step_ms:.1f} ms, ratio so far {so_far:.4f}, control {control_so_far:.4f}",
             flush=True,
         )
-    if not rounds:
-        raise Permanent(f"not one quiet round in {args.minutes} min: others use this machine")
+    return segments
+
+
+def summed_up(segments: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    rounds = [r for segment in segments for r in quiet_rounds(segment, args)]
     bare = [r["bare"] for r in rounds]
     overhead = figures.ratio_of_sums([r["keepstep"] for r in rounds], bare, args.seed)
     control = figures.ratio_of_sums([r["control"] for r in rounds], bare, args.seed)
@@ -243,12 +260,27 @@ def measure(world: int, args: argparse.Namespace, segments: list[dict[str, Any]]
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """When a segment is over."""
+
+    steps: float
+    """Per arm, in quiet rounds."""
+    deadline: float
+    told_to_end: threading.Event
+    """By SIGTERM: hours of rounds are not thrown away because somebody needs the machine."""
+
+    def reached(self) -> bool:
+        return self.told_to_end.is_set() or time.monotonic() >= self.deadline
+
+
 def run_segment(
-    world: int, args: argparse.Namespace, steps: float, first_round: int, deadline: float
+    world: int, args: argparse.Namespace, limit: Limit, first_round: int
 ) -> dict[str, Any]:
     """Three fresh jobs, then rounds until this segment's share of steps is done in quiet."""
     with ExitStack() as stack:
         directory = stack.enter_context(rig.scratch("overhead"))
+        signal.signal(signal.SIGTERM, lambda *_: limit.told_to_end.set())
         bare = stack.enter_context(bare_arm("bare", world, directory, args))
         control = stack.enter_context(bare_arm("control", world, directory, args))
         protected, keeper = stack.enter_context(keepstep_arm(world, directory, args))
@@ -257,12 +289,12 @@ def run_segment(
             arm.run(WARM_STEPS)
         step_seconds = bare.run(WARM_STEPS) / WARM_STEPS
         block, lead = block_of(step_seconds)
-        wanted = math.ceil(steps / (2 * block))
+        wanted = math.ceil(limit.steps / (2 * block))
         for arm in arms:
             arm.blocks.clear()
         rounds: list[dict[str, float]] = []
         done = 0
-        while done < wanted and (time.monotonic() < deadline or args.quick) and not _told_to_end:
+        while done < wanted and not limit.reached():
             rounds.append(one_round(arms, block, lead, first_round + len(rounds)))
             done += rounds[-1]["others"] <= OTHERS_MAX or args.quick
             if sys.stderr.isatty():

@@ -63,7 +63,8 @@ class Plan:
         return self.room / "plan.json"
 
     def write(self) -> None:
-        self.truth.mkdir(parents=True, exist_ok=True)
+        # A truth that is there already is another run's.
+        self.truth.mkdir(parents=True)
         self.file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 

@@ -4,7 +4,7 @@
 
 A process of its own beside its victim: slices of a twentieth of a second do not travel over ssh.
 Whatever ends it, its time, a signal or a connection that is gone, it wakes the victim first.
-Exit 0: somebody was slowed down. 1: nobody was there.
+Exit 0: somebody was slowed down. 3: nobody was there. Any other: it could not be done.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import signal
 import sys
 import time
 
+from bench.launch import is_zombie
+
 SLICE_SECONDS = 0.05
+NOBODY = 3
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -24,7 +27,7 @@ def main(pid: int, seconds: float, stopped_share: float) -> int:
     stopped, hit, told = SLICE_SECONDS * stopped_share, False, False
     until = time.monotonic() + seconds
     try:
-        while time.monotonic() < until and not told:
+        while time.monotonic() < until and not told and not is_zombie(pid):
             os.kill(pid, signal.SIGSTOP)
             hit = True
             told = _pause(stopped)
@@ -32,7 +35,7 @@ def main(pid: int, seconds: float, stopped_share: float) -> int:
             told = told or _pause(SLICE_SECONDS - stopped)
     except ProcessLookupError:
         pass  # It is gone, and what was done was done.
-    return 0 if hit else 1
+    return 0 if hit else NOBODY
 
 
 def _pause(seconds: float) -> bool:

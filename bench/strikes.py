@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.arms.arm import ROOT, Arm
-from bench.launch import SSH_FAILED, Launch, python_path
+from bench.launch import Launch, python_path
 from bench.scenario import Scenario, Strike
+from bench.slowing import NOBODY
 from bench.truth import Start
 from keepstep.errors import KeepstepError, Unreachable
 
 LOOK_SECONDS = 0.02
-END_SECONDS_MAX = 5.0
+START_SECONDS_MAX, END_SECONDS_MAX = 10.0, 5.0
+"""Of a helper beside a victim, also behind ssh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,17 @@ class Done:
     then, its host out of reach, the drain refused."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Where it strikes, and whom."""
+
+    launch: Launch
+    victim: Callable[[int], Start | None]
+    """The newest process of a rank."""
+    log: Path
+    """For what helpers beside a victim say."""
+
+
 class Striker(threading.Thread):
     """Strikes from `zero` on until it is stopped."""
 
@@ -49,15 +62,14 @@ class Striker(threading.Thread):
         scenario: Scenario,
         schedule: Sequence[Strike],
         arm: Arm,
-        launch: Launch,
-        victim: Callable[[int], Start | None],
-        log: Path,
+        ground: Ground,
     ) -> None:
         super().__init__(name="striker", daemon=True)
         self.done: list[Done] = []
         self.failed = ""
         self._scenario, self._schedule = scenario, list(schedule)
-        self._arm, self._launch, self._victim, self._log = arm, launch, victim, log
+        self._arm, self._ground = arm, ground
+        self._launch, self._victim = ground.launch, ground.victim
         self._zero = 0.0
         self._over = threading.Event()
         self._stopped: list[tuple[float, Start]] = []
@@ -124,20 +136,22 @@ class Striker(threading.Thread):
 
     def _slow(self, victim: Start) -> bool:
         """By a process beside the victim, until its time is over or the run is."""
-        share = self._scenario.stopped_share
+        seconds = self._scenario.slow_seconds
         command = [sys.executable, "-m", "bench.slowing", str(victim.pid)]
-        command += [str(self._scenario.slow_seconds), str(share)]
+        command += [str(seconds), str(self._scenario.stopped_share)]
         around = {"PYTHONPATH": python_path(ROOT)}
-        slowing = self._launch.start(victim.host, command, around, self._log)
-        while slowing.poll() is None and not self._over.wait(LOOK_SECONDS):
-            pass
-        if slowing.poll() is None:
-            slowing.terminate()
-            slowing.wait(END_SECONDS_MAX)
-            return True  # It would have ended by itself if nobody had been there.
-        if slowing.returncode == SSH_FAILED:
-            raise Unreachable(f"{victim.host} cannot be reached by ssh")
-        return slowing.returncode == 0
+        slowing = self._launch.start(victim.host, command, around, self._ground.log)
+        began = self._launch.now()
+        while slowing.poll() is None and self._launch.now() < began + seconds + END_SECONDS_MAX:
+            if not self._sleep_until(self._launch.now() + LOOK_SECONDS):
+                break
+        code = _end(slowing)
+        if code in (0, NOBODY):
+            return code == 0
+        if not self._over.is_set():
+            self.failed += f"slowing rank {victim.rank} ended with {code}, see its log; "
+        # By then it had begun, whatever ended it.
+        return self._launch.now() - began > START_SECONDS_MAX
 
     def _reaches(self, victim: Start, number: int) -> bool | None:
         """False: it is gone. None: nobody knows, its host is out of reach; which is told."""
@@ -174,3 +188,14 @@ class Striker(threading.Thread):
             if self._over.wait(min(left, 0.2)):
                 return False
         return not self._over.is_set()
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Its exit; one that is still there is told to go, and has a moment for it."""
+    if process.poll() is None:
+        process.terminate()
+    try:
+        return process.wait(END_SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

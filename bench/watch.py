@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Protocol
 
 from bench import figures, quiet
-from bench.arms.arm import Processes
-from bench.launch import MARK, Launch, Ssh, marked, python_path
+from bench.arms.arm import ROOT, Processes
+from bench.launch import Launch, marked, python_path
 
 LOOK_SECONDS = 2.0
+ALONE_LOOKS_MAX = 600
+"""A host's watcher whose run is over, and whom nobody told to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Watch(Protocol):
 
 
 def watch_of(directory: str, interface: str, launch: Launch) -> Watch:
-    if isinstance(launch, Ssh):
+    if launch.hosts:
         return FarWatch(directory, interface, launch)
     return NearWatch(directory, interface)
 
@@ -126,15 +128,15 @@ class FarWatch:
     the hosts' maxima, which may have come at different times.
     """
 
-    def __init__(self, directory: str, interface: str, launch: Ssh) -> None:
+    def __init__(self, directory: str, interface: str, launch: Launch) -> None:
         self._directory, self._interface, self._launch = directory, interface, launch
         self._watchers = Processes()
         self._logs = [Path(directory) / f"watch-{host.name}.log" for host in launch.hosts]
         self._skipped = [0] * len(self._logs)
 
     def start(self) -> None:
-        # It bears the run's mark, and so is ended with the rest if nobody else ends it.
-        around = {"PYTHONPATH": python_path(self._launch.directory), MARK: self._directory}
+        # Without the run's mark: it is none of the system's processes.
+        around = {"PYTHONPATH": python_path(ROOT)}
         command = [sys.executable, "-m", "bench.watch", self._directory, self._interface]
         for host, log in zip(self._launch.hosts, self._logs, strict=True):
             self._watchers.start(self._launch, host.name, command, around, log)
@@ -148,10 +150,11 @@ class FarWatch:
         return sum(max((look.memory_bytes for look in looks), default=0) for looks in self._looks())
 
     def others_share(self) -> float | None:
-        """Of the host that had most taken away: all wait for the slowest."""
+        """Of the host that had most taken away: all wait for the slowest. None if any host has
+        nobody who looked, or nothing of the run."""
         hosts = [[look.others for look in looks[1:]] for looks in self._counted()]
         shares = [[share for share in host if share is not None] for host in hosts]
-        return max((figures.median(host) for host in shares if host), default=None)
+        return max(map(figures.median, shares)) if all(shares) else None
 
     def moved_bytes(self) -> int:
         counted = [looks for looks in self._counted() if looks]
@@ -168,10 +171,15 @@ class FarWatch:
 
 
 def read_looks(log: Path) -> list[Look]:
-    """The whole lines that a watcher wrote; what ssh says besides is no look."""
+    """The whole lines that a watcher wrote; what ssh says besides, or into one, is no look."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    return [Look(**json.loads(line)) for line in lines if line.startswith("{")]
+    looks = []
+    for line in text[: text.rfind("\n") + 1].splitlines():
+        try:
+            looks.append(Look(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return looks
 
 
 def memory_bytes(pid: int) -> int:
@@ -196,6 +204,9 @@ def interface_bytes(name: str) -> int:
 
 if __name__ == "__main__":
     looking = Looking(sys.argv[1], sys.argv[2])
-    while True:
+    alone = 0
+    while alone < ALONE_LOOKS_MAX:
         time.sleep(LOOK_SECONDS)
-        print(json.dumps(asdict(looking.look())), flush=True)
+        look = looking.look()
+        alone = 0 if look.memory_bytes else alone + 1
+        print(json.dumps(asdict(look)), flush=True)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 
 from bench import scenario, steady
 from bench.arms.arm import ROOT, load
 from bench.harness import Limits, Run
-from bench.launch import Host, Local, Ssh, marked
+from bench.launch import Host, Local, Ssh, marked, python_path
 from bench.plan import Plan
+from bench.slowing import NOBODY
 from keepstep.cli.cluster import rooms_directory
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -66,6 +76,7 @@ def test_hosts_of_a_hostfile_are_nodes_with_a_spare_among_them(tmp_path, monkeyp
     assert live["settings"]["spares"] == 1
     assert live["truth"]["digests"] == bare["truth"]["digests"]
     assert (live["truth"]["recomputed"], live["truth"]["lost"]) == (0, 0)
+    assert min(live["memory_bytes_max"], live["moved_bytes"]) > 0, "the hosts' watchers saw it"
     assert not rooms_directory(tmp_path / "keepstep" / "run").exists()
 
 
@@ -90,3 +101,41 @@ def test_the_cost_while_nothing_breaks_is_measured_against_two_bare_jobs():
     assert found["steps_per_arm"] >= 8
     assert 0.5 < found["ratio"][0] < 2.0
     assert {"bare", "arm", "control", "arm_processor", "others"} <= found["rounds"][0].keys()
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+
+
+@contextmanager
+def slowed(pid: int, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+    """Almost all the time stopped."""
+    command = [sys.executable, "-m", "bench.slowing", str(pid), str(seconds), "0.98"]
+    slowing = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path(ROOT)})
+    try:
+        yield slowing
+    finally:
+        slowing.kill()
+        slowing.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_rank_that_is_slowed_down_is_woken_whatever_ends_the_slowing(number):
+    victim = subprocess.Popen(["sleep", "60"])
+    try:
+        with slowed(victim.pid, 60.0) as slowing:
+            deadline, seen = time.monotonic() + 20.0, ""
+            while seen != "T" and time.monotonic() < deadline:
+                seen = state_of(victim.pid)
+            assert seen == "T", "it was never stopped"
+            slowing.send_signal(number)
+            assert slowing.wait(20.0) == 0
+            assert state_of(victim.pid) != "T"
+        with slowed(victim.pid, 0.2) as slowing:
+            assert slowing.wait(20.0) == 0, "its time was over"
+        assert state_of(victim.pid) != "T"
+    finally:
+        victim.kill()
+        victim.wait()
+    with slowed(victim.pid, 60.0) as slowing:
+        assert slowing.wait(20.0) == NOBODY

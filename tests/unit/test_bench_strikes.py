@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.arms.arm import ROOT
-from bench.launch import Host, Local, Ssh, python_path
+from bench.campaign import LOST, Campaign, Job, carry_out
+from bench.launch import Host, Local, Ssh
+from bench.plan import Plan
 from bench.scenario import Scenario, Strike
-from bench.strikes import Striker
+from bench.slowing import NOBODY
+from bench.strikes import Ground, Striker
 from bench.truth import Start
 from bench.watch import FarWatch
-from keepstep.errors import Permanent, Unreachable
+from keepstep.errors import ConfigError, Permanent, Unreachable
 
 SCENARIO = Scenario("mixed", "by hand")
 
@@ -29,9 +30,10 @@ SCENARIO = Scenario("mixed", "by hand")
 class Scripted:
     """A launch whose answers are given; the clock is the machine's."""
 
-    def __init__(self, *answers: bool | Exception) -> None:
+    def __init__(self, *answers: bool | int | Exception) -> None:
         self.answers = [True, *answers]
-        """To the question whether the victim is alive, and then to the strike."""
+        """To the question whether the victim is alive, and then to the strike. Of a helper beside
+        the victim: its exit."""
         self.sent: list[int] = []
 
     def signal(self, host: str, pid: int, number: int) -> bool:
@@ -39,7 +41,7 @@ class Scripted:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return bool(answer)
 
     def now(self) -> float:
         return time.monotonic()
@@ -48,8 +50,7 @@ class Scripted:
         self, host: str, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
         """A helper beside the victim: it ends as the next answer says."""
-        code = 0 if self.answers.pop(0) else 1
-        return subprocess.Popen(["sh", "-c", f"exit {code}"])
+        return subprocess.Popen(["sh", "-c", f"exit {self.answers.pop(0)}"])
 
 
 class Drained:
@@ -76,9 +77,11 @@ def struck(
         replace(SCENARIO, operator_seconds=operator_seconds),
         [Strike(0.0, kind, 1)],
         drained or Drained(),  # type: ignore[arg-type]
-        launch,  # type: ignore[arg-type]
-        lambda rank: Start(rank, 4711, "h1", 0.0),
-        Path("slowing.log"),
+        Ground(
+            launch,  # type: ignore[arg-type]
+            lambda rank: Start(rank, 4711, "h1", 0.0),
+            Path("slowing.log"),
+        ),
     )
     striker.begin(launch.now())
     deadline = time.monotonic() + 10.0
@@ -98,17 +101,21 @@ def struck(
         ("kill", False, 0, ""),
         ("kill", Unreachable("h1 cannot be reached by ssh"), 0, "cannot be reached"),
         ("hang", False, 0, ""),
-        ("slow", False, 0, ""),
+        ("slow", 0, 4711, ""),
+        ("slow", NOBODY, 0, ""),
+        ("slow", 1, 0, "ended with 1"),
+        ("slow", 255, 0, "ended with 255"),
         ("drain", True, 0, "no spare for it"),
     ],
 )
 def test_a_strike_counts_as_one_if_it_hit_somebody(
-    kind: str, answer: bool | Exception, pid: int, told: str
+    kind: str, answer: bool | int | Exception, pid: int, told: str
 ):
     striker = struck(kind, Scripted(answer))
     (done,) = striker.done
     assert (done.kind, done.rank, done.pid) == (kind, 1, pid)
     assert told in striker.failed
+    assert bool(striker.failed) == bool(told)
 
 
 def test_a_host_that_cannot_be_reached_once_gets_its_strike_a_little_later():
@@ -127,44 +134,6 @@ def test_a_drain_that_came_too_late_is_no_hit():
     assert (done.pid, striker.failed) == (0, "")
 
 
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
-
-
-@contextmanager
-def slowed(pid: int, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
-    """Almost all the time stopped."""
-    command = [sys.executable, "-m", "bench.slowing", str(pid), str(seconds), "0.98"]
-    slowing = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path(ROOT)})
-    try:
-        yield slowing
-    finally:
-        slowing.kill()
-        slowing.wait()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_rank_that_is_slowed_down_is_woken_whatever_ends_the_slowing(number):
-    victim = subprocess.Popen(["sleep", "60"])
-    try:
-        with slowed(victim.pid, 60.0) as slowing:
-            deadline = time.monotonic() + 20.0
-            while state_of(victim.pid) != "T" and time.monotonic() < deadline:
-                time.sleep(0.002)
-            assert state_of(victim.pid) == "T", "it was never stopped"
-            slowing.send_signal(number)
-            assert slowing.wait(20.0) == 0
-            assert state_of(victim.pid) == "S", "asleep, as before"
-        with slowed(victim.pid, 0.2) as slowing:
-            assert slowing.wait(20.0) == 0, "its time was over"
-        assert state_of(victim.pid) == "S"
-    finally:
-        victim.kill()
-        victim.wait()
-    with slowed(victim.pid, 60.0) as slowing:
-        assert slowing.wait(20.0) == 1, "nobody was there"
-
-
 def test_what_the_hosts_watchers_saw_is_added_up(tmp_path):
     watch = FarWatch(str(tmp_path), "lo", Ssh("/srv", (Host("h1"), Host("h2"))))
 
@@ -175,18 +144,19 @@ def test_what_the_hosts_watchers_saw_is_added_up(tmp_path):
 
     assert (watch.memory_bytes_max, watch.moved_bytes(), watch.others_share()) == (0, 0, None)
     (tmp_path / "watch-h1.log").write_text("Warning: added h1 to the known hosts.\n")
-    for memory, sent, others in ((10, 1000, None), (50, 1100, 0.9)):
+    for memory, sent, others in ((10, 1000, None), (50, 1050, 0.9), (20, 1100, 0.9)):
         sees("h1", memory, sent, others)
     sees("h2", 7, 500, None)
     watch.begin_counting()
-    for memory, sent, others in ((40, 1200, 0.01), (30, 1300, 0.03)):
+    assert watch.others_share() is None, "nobody has looked since"
+    for memory, sent, others in ((40, 1200, 0.3), (30, 1300, 0.1)):
         sees("h1", memory, sent, others)
     sees("h2", 9, 600, 0.1)
     with (tmp_path / "watch-h2.log").open("a", encoding="utf-8") as file:
-        file.write('{"memory_bytes": 99')
+        file.write('{"memory_bytes": 99client_loop: send disconnect\n{"memory_bytes": 99')
     assert watch.memory_bytes_max == 50 + 9
     assert watch.moved_bytes() == 200 + 100, "since the last look before the first step"
-    assert watch.others_share() == 0.1, "of the host that had most taken away"
+    assert watch.others_share() == 0.2, "the median of the host that had most taken away"
 
 
 def test_an_operators_kill_that_could_not_be_told_is_tried_again():
@@ -221,3 +191,56 @@ def test_a_host_out_of_reach_is_not_taken_for_a_dead_process(tmp_path, monkeypat
     monkeypatch.setattr("bench.launch.SSH", (str(tmp_path / "no-ssh-here"),))
     with pytest.raises(Unreachable, match="h1"):
         Ssh("/srv").signal("h1", 1, 9)
+
+
+def test_no_campaign_reads_what_an_earlier_one_left_in_the_same_place(tmp_path):
+    args = argparse.Namespace(hostfile=None, keep=tmp_path)
+    first = Campaign(args, tmp_path, 1.0)._new_room("kills-ddp-bare")
+    Plan(directory=str(first)).write()
+    assert Campaign(args, tmp_path, 1.0)._new_room("kills-ddp-bare") != first
+    with pytest.raises(FileExistsError):
+        Plan(directory=str(first)).write()
+
+
+def test_a_scenario_that_does_not_exist_is_told_before_the_first_run(capsys):
+    args = argparse.Namespace(
+        hostfile=None, keep=None, ranks=4, seed=1, seconds=1.0, short=False, repeat=1
+    )
+    jobs = [Job(name, "ddp", "1m", ("bare",), 1) for name in ("clean", "klls")]
+    with pytest.raises(ConfigError, match="klls"):
+        carry_out(jobs, args, "run")
+
+
+def test_a_lost_host_is_an_exit_of_its_own_and_costs_no_case_that_is_complete(
+    tmp_path, monkeypatch, capsys
+):
+    args = argparse.Namespace(
+        hostfile=None, keep=tmp_path, ranks=2, seed=1, seconds=1.0, short=True, repeat=1
+    )
+    jobs = [Job(name, "ddp", "1m", ("bare",), 1) for name in ("clean", "kills")]
+    kept: list[dict[str, Any]] = []
+
+    def settled(self: Campaign, plan: Plan) -> tuple[int, float]:
+        if kept or self.ended:
+            raise Unreachable("h1 cannot be reached by ssh")
+        kept.append({})
+        return 24, 0.1
+
+    def ran(self: Campaign, spec: str, *_: object) -> dict[str, Any]:
+        return {"spec": spec, "outcome": "completed"}
+
+    def told(name: str, result: dict[str, Any]) -> Path:
+        kept.append(result)
+        return tmp_path / "raw.json.gz"
+
+    monkeypatch.setattr(Campaign, "_settle", settled)
+    monkeypatch.setattr(Campaign, "_run", ran)
+    monkeypatch.setattr("bench.record.keep", told)
+    monkeypatch.setattr("bench.record.read", lambda path: kept[-1])
+    monkeypatch.setattr("bench.tables.groups", lambda results: [])
+    monkeypatch.setattr("bench.page.page", lambda result, name: "")
+    monkeypatch.setattr("bench.campaign.page_of", lambda path: tmp_path / "page.html")
+    assert carry_out(jobs, args, "run") == LOST
+    assert [case["scenario"] for case in kept[-1]["cases"]] == ["clean"]
+    assert "cannot be reached" in capsys.readouterr().out
+    assert carry_out(jobs[1:], args, "run") == LOST, "nothing was completed, and that is why"
