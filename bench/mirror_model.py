@@ -5,7 +5,7 @@
 Full-shard FSDP2 over n GPUs, each shard once, and its second home on another node (decision 0029).
 Prints the tables of docs/scale.md, so that no figure there is typed by hand. What it assumes of the
 machines is in `Machine`, of the job in `Model`; the rest is what the code does: a record per step
-with the gradients and an eighth of a capsule, 17 places for records and two for capsules.
+with the gradients, and behind it an eighth of a capsule; 17 places for records, two for capsules.
 """
 
 from __future__ import annotations
@@ -81,10 +81,8 @@ class Cost:
 
     @property
     def memory_seconds(self) -> float:
-        """All ranks of a node: D in from the GPU, out to the NIC, in from the NIC; and the piece of
-        a capsule is read and written once more."""
-        touched = 3 * self.sent + 2 * self.state / CAPSULE_STEPS
-        return self.machine.gpus * touched / self.machine.memory
+        """All ranks of a node: D in from the GPU, out to the NIC, in from the NIC to its place."""
+        return self.machine.gpus * 3 * self.sent / self.machine.memory
 
     @property
     def one_by_one(self) -> float:
@@ -98,8 +96,8 @@ class Cost:
 
     @property
     def kept(self) -> float:
-        """Host memory of a node: 17 places of D and two capsules for each of its ranks."""
-        each = LOG_SLOTS * self.sent + CAPSULES * self.state
+        """Host memory of a node: 17 places of G and two capsules for each of its ranks."""
+        each = LOG_SLOTS * self.gradients + CAPSULES * self.state
         return self.machine.gpus * each
 
     @property

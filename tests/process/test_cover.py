@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.training.kept import CAPSULE_STEPS, Kept, without_piece
+from keepstep.training.kept import CAPSULE_STEPS, Kept
 from tests.process.test_sharded import Sharded, check, check_moves, reference
 
 __all__ = ["reference"]
@@ -88,7 +88,7 @@ def test_a_flip_in_a_mirror_is_mended_before_its_owner_is_lost(
         record = kept.record(reach[1] - 1)
         assert record is not None
         # In the middle of the newest record: gradients, or what is said about them.
-        without_piece(record)[-9] ^= 1
+        record[-9] ^= 1
         job.wait_moved(2)
         (incident,) = job.incidents()
         (taint,) = job.cluster.client.cluster()["taints"]

@@ -43,6 +43,19 @@ def test_any_single_flipped_bit_changes_the_digest(size, data):
     assert digest(raw) != before
 
 
+@given(sizes=st.lists(SIZES | st.just(0), max_size=6), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_single_flipped_bit_in_any_of_many_changes_their_digest(sizes, data):
+    whole = some_bytes(sum(sizes))
+    before = lanes.digest_joined(whole.split(sizes))
+    # Wherever they lie: a copy has no neighbours, and begins on a whole word.
+    assert lanes.digest_joined([view.clone() for view in whole.split(sizes)]) == before
+    if sum(sizes):
+        where = data.draw(st.integers(0, sum(sizes) - 1))
+        whole[where] ^= 1 << data.draw(st.integers(0, 7))
+        assert lanes.digest_joined(whole.split(sizes)) != before
+
+
 @given(size=SIZES, extra=st.integers(1, 17))
 @settings(max_examples=30, deadline=None)
 def test_zeros_at_the_end_change_the_digest(size, extra):

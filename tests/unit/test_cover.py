@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,12 @@ from hypothesis import strategies as st
 
 from keepstep.errors import Permanent
 from keepstep.training import patrol, replay
-from keepstep.training.cover import Capsule, Keeping, Owner, read_record
+from keepstep.training.cover import PARTS, Capsule, Keeping, Owner, parts_of, read_record
 from keepstep.training.covering import Covering
 from keepstep.training.digest import byte_view
-from keepstep.training.exchange import Exchange
+from keepstep.training.exchange import Exchange, Frame
 from keepstep.training.holders import agree, held_by
-from keepstep.training.kept import CAPSULE_STEPS, Kept, Sizes, kept_path, without_piece
+from keepstep.training.kept import CAPSULE_STEPS, Kept, Sizes, kept_path
 from keepstep.training.raw import tensor_bytes, tensor_view
 from keepstep.training.registry import Registry
 from keepstep.training.uncovered import Uncovered
@@ -35,7 +36,10 @@ class Wire:
         self.frames: list[tuple[int, bytes]] = []
 
     def send(self, step: int, *parts: bytes | memoryview) -> None:
-        self.frames.append((step, b"".join(parts)))
+        self.send_all([(step, parts)])
+
+    def send_all(self, frames: Sequence[Frame]) -> None:
+        self.frames += [(step, b"".join(parts)) for step, parts in frames]
 
     def take(self, room: Any = None) -> tuple[int, memoryview]:
         step, raw = self.frames.pop(0)
@@ -110,7 +114,7 @@ def train(room: Path, steps: int, capsule_steps: int) -> tuple[list[list[bytes]]
     for step in range(1, steps):
         gradients = shard.gradients(step)
         capsule = capsule_of(shard, step) if owner.capsule_due(step) else None
-        wire.send(step, *owner.record(step, {"lr": 0.1 / (1 + step)}, gradients, capsule))
+        wire.send_all(owner.record(step, {"lr": 0.1 / (1 + step)}, gradients, capsule))
         keeping.take(wire)  # type: ignore[arg-type]
         owner.sent()
         shard.update(gradients, step)
@@ -162,18 +166,28 @@ def test_a_flipped_bit_in_a_mirror_is_found(tmp_path: Path) -> None:
         rebuild(kept, low + 1)
 
 
+@given(sizes=st.lists(st.integers(0, 50)))
+def test_each_tensor_of_a_capsule_is_in_one_of_its_parts(sizes: list[int]) -> None:
+    parts = parts_of(sizes)
+    assert len(parts) == PARTS
+    assert [at for part in parts for at in part] == list(range(len(sizes)))
+    for number, part in enumerate(parts):
+        begins = [sum(sizes[:at]) for at in part if sizes[at]]
+        assert all(sum(sizes) * number <= PARTS * b < sum(sizes) * (number + 1) for b in begins)
+
+
 def looked_after(keeping: Keeping) -> list[str]:
     """What a mirror finds while it looks at each part once."""
-    steps = range(100, 100 + CAPSULE_STEPS)
+    steps = range(100, 100 + PARTS)
     found = (patrol.spoilt(keeping, patrol.due(step, 1)) for step in steps)
     return list(filter(None, found))
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7, 8, 20, 100])
 def test_a_mirror_looks_at_each_eighth_once_in_so_many_steps(every: int) -> None:
-    steps = range(1000, 1000 + max(every, CAPSULE_STEPS))
+    steps = range(1000, 1000 + max(every, PARTS))
     seen = [eighth for step in steps for eighth in patrol.due(step, every)]
-    assert sorted(seen) == list(range(CAPSULE_STEPS))
+    assert sorted(seen) == list(range(PARTS))
     assert patrol.due(1000, 0) == (), "nobody asked for it"
 
 
@@ -188,8 +202,7 @@ def test_a_mirror_finds_each_flip_in_what_it_would_be_asked_for(tmp_path: Path) 
     for step in range(low, high):
         record = kept.record(step)
         assert record is not None
-        # The piece of a capsule behind it has been copied to its place: nobody needs it here.
-        places[f"step {step}"] = without_piece(record)
+        places[f"step {step}"] = record
     for name, raw in places.items():
         # Of numbers, meta and payload; the last byte is the payload's.
         for at in (*range(0, len(raw) - 1, max(1, len(raw) // 25)), len(raw) - 1):
@@ -218,9 +231,10 @@ def test_a_mirror_finds_a_flip_in_the_numbers_of_its_file(tmp_path: Path) -> Non
     shard = Shard(3)
     capsule = capsule_of(shard, 99)
     capsule.sent = 7
-    wire.send(14, *owner.record(14, {}, shard.gradients(14), capsule))
+    wire.send_all(owner.record(14, {}, shard.gradients(14), capsule))
     keeping.take(wire)  # type: ignore[arg-type]
     assert keeping.kept is None
+    assert not wire.frames, "the piece was taken from the network all the same"
     assert "was not begun" in patrol.spoilt(keeping, (0,))
 
 
@@ -321,9 +335,13 @@ def test_a_mirror_without_room_says_so_and_takes_what_comes(tmp_path: Path) -> N
     assert "does not fit" in keeping.renew(too_small, 1, capsule)
     assert keeping.kept is None
     assert not list(tmp_path.iterdir())
-    wire.send(1, b"a record")
-    keeping.take(wire)  # type: ignore[arg-type]
-    assert not wire.frames
+    shard, owner = Shard(3), Owner()
+    for step in (1, 2):
+        given = capsule_of(shard, step) if owner.capsule_due(step) else None
+        wire.send_all(owner.record(step, {}, shard.gradients(step), given))
+        assert len(wire.frames) == 2, "a record, and a piece behind it"
+        keeping.take(wire)  # type: ignore[arg-type]
+        assert not wire.frames
 
 
 def test_a_step_that_its_owner_could_not_record_is_a_hole(tmp_path: Path) -> None:
@@ -358,4 +376,7 @@ def test_a_shard_that_something_else_than_the_optimizer_moves_has_no_cover() -> 
     with torch.no_grad():
         average.weight.lerp_(model.weight, 0.1)
     # And never again: who knows when it moves next.
-    assert [covering._record(ROOMY, step, updates=True) for step in (2, 3)] == [[], []]
+    assert [covering._record(ROOMY, step, updates=True) for step in (2, 3)] == [
+        [(2, ())],
+        [(3, ())],
+    ]

@@ -23,7 +23,7 @@ from keepstep.chaos.sight import Sight
 from keepstep.chaos.strike import Flip, Missed, Strike
 from keepstep.cli.cluster import LocalCluster
 from keepstep.errors import ConfigError
-from keepstep.training.kept import CAPSULE_STEPS, Kept, kept_path, without_piece
+from keepstep.training.kept import CAPSULE_STEPS, Kept, kept_path
 
 ANY_BITS = (0, 32)
 UPPER_MANTISSA = (16, 23)
@@ -91,7 +91,7 @@ class Flips:
         record = kept.record(reach[1] - 1)
         raw, what = grown, f"boundary {boundary}"
         if record is not None and (len(grown) <= HEAD_BYTES or chance.random() < 0.5):
-            raw, what = without_piece(record), f"step {reach[1] - 1}"
+            raw, what = record, f"step {reach[1] - 1}"
         at = time.monotonic()
         # Behind the numbers that say where a piece was to go, which nobody reads again.
         raw[chance.randrange(HEAD_BYTES, len(raw))] ^= 1 << chance.randrange(8)

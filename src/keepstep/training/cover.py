@@ -4,7 +4,7 @@ Before a rank votes for a step's update it has written ahead, to the rank `mirro
 what the update will need: its reduced gradients and the optimizer's settings. Nobody acknowledges:
 the mirror withholds its own vote until the record lies in its node's memory (kept.py), so once a
 vote is through, every shard's step can be made again from there. A capsule of the whole shard is
-renewed every CAPSULE_STEPS steps, in pieces that travel with the records.
+renewed every CAPSULE_STEPS steps, in pieces that travel behind the records.
 
         rank r    backward | record s, piece j -> r+k | vote | update
         rank r+k  backward | … takes r's record into its memory | vote | update
@@ -15,6 +15,7 @@ kernels (replay.py): recovery only rolls forward.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import struct
@@ -26,12 +27,13 @@ from typing import Any
 import torch
 
 from keepstep.errors import Permanent
-from keepstep.training.digest import byte_view, combine, digest
-from keepstep.training.exchange import Exchange
+from keepstep.training.digest import byte_view, digest_joined
+from keepstep.training.exchange import Exchange, Frame
 from keepstep.training.kept import CAPSULE_STEPS, RECORD, Kept, Sizes, kept_path
 from keepstep.training.raw import bytes_tensor, tensor_bytes, tensor_view
 
-SMALL_BYTES = 64 * 1024
+PARTS = 8
+"""Of a capsule, each with a digest of its own: a mirror looks at one of them at a time."""
 SLICE_BYTES = 4 * 1024
 _CAPSULE = struct.Struct("<q16s")
 """Bytes of meta, and its digest."""
@@ -45,15 +47,6 @@ class Record:
     """What the caller said of the step, and of the gradients: `sizes` in bytes, -1 for none,
     `dtypes`, and `digest` of them all."""
     gradients: memoryview
-
-
-def digest_many(views: Sequence[torch.Tensor]) -> str:
-    """One digest of many tensors' bytes: small ones together, because each one costs a little."""
-    small = [view for view in views if view.numel() < SMALL_BYTES]
-    named = [(str(i), digest(v)) for i, v in enumerate(views) if v.numel() >= SMALL_BYTES]
-    if small:
-        named.append(("small", digest(torch.cat(small))))
-    return combine(named)
 
 
 def slice_digest(tensors: Sequence[tuple[str, torch.Tensor]], step: int) -> str:
@@ -73,8 +66,8 @@ def read_record(raw: memoryview) -> Record:
     start = RECORD.size
     meta = _read_meta(raw[start : start + max(0, meta_bytes)], known, "record")
     start += meta_bytes
-    gradients = raw[start : start + max(0, gradient_bytes)]
-    if sum(size for size in meta["sizes"] if size >= 0) != len(gradients):
+    gradients = raw[start:]
+    if not gradient_bytes == len(gradients) == sum(size for size in meta["sizes"] if size >= 0):
         raise Permanent("a mirror's record is not what its owner wrote: its sizes do not fit")
     return Record(meta, gradients)
 
@@ -83,17 +76,28 @@ def views_of(record: Record) -> Sequence[torch.Tensor]:
     """The gradients' bytes, one by one, if they are what the owner wrote."""
     sizes = [size for size in record.meta["sizes"] if size >= 0]
     views: Sequence[torch.Tensor] = bytes_tensor(record.gradients).split(sizes)
-    if digest_many(views) != record.meta["digest"]:
+    if digest_joined(views) != record.meta["digest"]:
         raise Permanent("a mirror's record is not what its owner wrote")
     return views
 
 
-def landed(piece: memoryview, known: str) -> torch.Tensor:
-    """One tensor's bytes out of a capsule, if they are what the owner wrote."""
-    tensor = bytes_tensor(piece)
-    if digest(tensor) != known:
+def landed(pieces: Sequence[memoryview], known: str) -> list[torch.Tensor]:
+    """The tensors' bytes out of one part of a capsule, if they are what the owner wrote."""
+    tensors = list(map(bytes_tensor, pieces))
+    if digest_joined(tensors) != known:
         raise Permanent("a mirror's capsule is not what its owner wrote")
-    return tensor
+    return tensors
+
+
+def parts_of(sizes: Sequence[int]) -> list[range]:
+    """Which tensors are in each part: a tensor belongs to the one in which it begins. Pure."""
+    total, begins = sum(sizes), [0]
+    for size in sizes:
+        begins.append(begins[-1] + size)
+    firsts = [bisect.bisect_left(begins, part * total / PARTS) for part in range(PARTS)]
+    # Tensors without a byte at the very end are in the last one.
+    ends = [*firsts[1:], len(sizes)]
+    return [range(first, max(first, end)) for first, end in zip(firsts, ends, strict=True)]
 
 
 def _sign(text: bytes) -> bytes:
@@ -116,9 +120,9 @@ class Capsule:
     ) -> None:
         self.boundary = boundary
         views = [byte_view(tensor) for tensor in tensors]
-        text = json.dumps(
-            {**meta, "sizes": [v.numel() for v in views], "digests": [digest(v) for v in views]}
-        ).encode()
+        sizes = [view.numel() for view in views]
+        digests = [digest_joined([views[i] for i in part]) for part in parts_of(sizes)]
+        text = json.dumps({**meta, "sizes": sizes, "digests": digests}).encode()
         head = _CAPSULE.pack(len(text), _sign(text)) + text
         self.raw = torch.empty(len(head) + sum(v.numel() for v in views), dtype=torch.uint8)
         self.raw[: len(head)] = bytes_tensor(head)
@@ -177,8 +181,9 @@ class Owner:
         meta: dict[str, Any],
         gradients: Sequence[torch.Tensor | None],
         capsule: Capsule | None = None,
-    ) -> list[bytes | memoryview]:
-        """The parts of this step's message. The gradients must stay as they are until it left."""
+    ) -> list[Frame]:
+        """This step's message: its record, and behind it the next piece of a capsule, if there is
+        one. The gradients must stay as they are until it left."""
         if capsule is not None:
             self._growing = capsule
         boundary, size, first, piece = -1, 0, 0, memoryview(b"")
@@ -190,14 +195,15 @@ class Owner:
         present = [byte_view(g) for g in gradients if g is not None]
         sizes = [-1 if g is None else g.numel() * g.element_size() for g in gradients]
         dtypes = [None if g is None else str(g.dtype) for g in gradients]
-        known = digest_many(present)
+        known = digest_joined(present)
         text = json.dumps({**meta, "sizes": sizes, "dtypes": dtypes, "digest": known}).encode()
         sent_bytes = sum(v.numel() for v in present)
         head = RECORD.pack(len(text), sent_bytes, boundary, size, first, len(piece), _sign(text))
-        return [head + text, *map(tensor_view, present), piece]
+        record: Frame = (step, [head + text, *map(tensor_view, present)])
+        return [record, (boundary, [piece])] if len(piece) else [record]
 
     def give_up(self) -> None:
-        """What was on its way does not fit: the capsule that is whole stays."""
+        """What was on its way does not arrive: the capsule that is whole stays."""
         self._growing = None
 
     def sent(self) -> None:
@@ -240,32 +246,35 @@ class Keeping:
         self.path.unlink(missing_ok=True)
 
     def take(self, exchange: Exchange) -> None:
-        """The next record, from the network into its place."""
+        """The next record and what comes behind it, from the network into their places."""
         kept = self.kept
-        if kept is None:
-            # There is no room for it here, and its owner does not know.
-            exchange.take()
-            return
-        step, raw = exchange.take(kept.room_for)
+        # Without one there is no room for it here, and its owner does not know.
+        step, raw = exchange.take(kept.room_for if kept is not None else None)
         if not raw:
             self.newest = -1
             return  # A step that its owner could not record: a hole, and nobody seals it.
-        try:
-            _put(kept, raw)
-        except Permanent as error:
-            # What is written about the capsules in that file is wrong. The step goes on.
-            self.kept, self.spoilt = None, str(error)
+        *_, boundary, size, first, length, _ = RECORD.unpack_from(raw, 0)
+        room = self._room_for_piece(boundary, size, first, length) if length else None
+        if length:
+            exchange.take(None if room is None else lambda *_: room)
+        if kept is None or self.kept is None:
             return
+        if length:
+            kept.landed(boundary, length)
         kept.seal(step, len(raw))
         self.newest = step + 1
 
-
-def _put(kept: Kept, raw: memoryview) -> None:
-    """The piece of a capsule that came with a record, to its place."""
-    meta_bytes, gradient_bytes, boundary, size, first, length, _ = RECORD.unpack_from(raw, 0)
-    if not length:
-        return
-    at = RECORD.size + meta_bytes + gradient_bytes
-    if first == 0:
-        kept.begin_capsule(boundary, size)
-    kept.add_piece(boundary, first, raw[at : at + length])
+    def _room_for_piece(
+        self, boundary: int, size: int, first: int, length: int
+    ) -> memoryview | None:
+        """None: there is none, and what comes is dropped."""
+        if self.kept is None:
+            return None
+        try:
+            if first == 0:
+                self.kept.begin_capsule(boundary, size)
+            return self.kept.room_for_piece(boundary, first, length)
+        except Permanent as error:
+            # What is written about the capsules in that file is wrong. The step goes on.
+            self.kept, self.spoilt = None, str(error)
+            return None

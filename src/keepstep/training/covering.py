@@ -19,9 +19,9 @@ from keepstep.errors import Permanent
 from keepstep.model import Endpoint, Move
 from keepstep.training import patrol, replay
 from keepstep.training.cover import Capsule, Keeping, Owner, read_record, slice_digest
-from keepstep.training.exchange import Exchange
+from keepstep.training.exchange import Exchange, Frame
 from keepstep.training.holders import local_of
-from keepstep.training.kept import CAPSULE_STEPS, Kept, Sizes, without_piece
+from keepstep.training.kept import CAPSULE_STEPS, Kept, Sizes
 from keepstep.training.mirror import CONNECT_SECONDS_MAX, hello
 from keepstep.training.raw import bytes_tensor, size_bytes, tensor_view
 from keepstep.training.sealed_side import side_of
@@ -109,8 +109,7 @@ class Covering:
         coming = 2 * gradients + COUNTER_BYTES * len(parameters)
         described = META_BYTES + DESCRIBED_BYTES * (len(tensors) + 3 * len(parameters))
         capsule = plain + max(made, coming) + described
-        record = gradients + described + capsule // CAPSULE_STEPS + 1
-        return Sizes(capsule, record, LOG_SLOTS)
+        return Sizes(capsule, gradients + described, LOG_SLOTS)
 
     def _hand_over(self, boundary: int, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
         """My shard to my mirror, unless it has what it needs."""
@@ -163,7 +162,7 @@ class Covering:
         if exchange is None or sabotage.off("mirror"):
             return
         if self._sizes is not None:
-            exchange.send(step, *self._record(self._sizes, step, updates=updates))
+            exchange.send_all(self._record(self._sizes, step, updates=updates))
         if (ward := self._ward) is not None:
             covered = ward.keeping.newest >= 0
             ward.keeping.take(exchange)
@@ -174,10 +173,11 @@ class Covering:
                 self._keeper.report_broken(self._keeper.generation, text, cover=name)
         exchange.flush()
 
-    def _record(self, room: Sizes, step: int, *, updates: bool) -> list[bytes | memoryview]:
+    def _record(self, room: Sizes, step: int, *, updates: bool) -> list[Frame]:
         registry, tensors = self._keeper.registry, self._tensors()
+        hole: list[Frame] = [(step, ())]
         if self._strange_moves():
-            return []
+            return hole
         gradients = [
             local_of(parameter.grad) if updates and parameter.grad is not None else None
             for _, parameter in self._parameters()
@@ -194,12 +194,13 @@ class Covering:
             capsule = self._capsule(step) if size < room.capsule_bytes else None
             if capsule is not None and capsule.size > room.capsule_bytes:
                 capsule = None
-        parts = self._owner.record(step, meta, gradients, capsule)
-        if sum(map(len, parts)) > room.record_bytes:
-            self._owner.give_up()
-            parts = self._owner.record(step, meta, gradients)
+        frames = self._owner.record(step, meta, gradients, capsule)
+        _, record = frames[0]
+        if sum(map(len, record)) <= room.record_bytes:
+            return frames
         # A hole in the log is better than no step: the mirror then says that it covers no more.
-        return parts if sum(map(len, parts)) <= room.record_bytes else []
+        self._owner.give_up()
+        return hole
 
     def spoilt(self, eighths: tuple[int, ...]) -> tuple[str, str]:
         """A portion whose cover here is wrong, and how; empty: none. It is kept no longer then.
@@ -339,7 +340,7 @@ def _recorded(kept: Kept, step: int) -> memoryview:
     found = kept.record(step)
     if found is None:
         raise Permanent(f"the record of step {step} is missing in {kept.path}")
-    return without_piece(found)
+    return found
 
 
 def _send_bytes(side: Any, raw: memoryview, target: int) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -38,6 +38,25 @@ def digest(tensor: torch.Tensor) -> str:
     raw = byte_view(tensor)
     running = Digester(raw.numel(), raw.device)
     running.update(raw)
+    return running.finish()
+
+
+def digest_joined(views: Sequence[torch.Tensor]) -> str:
+    """One digest of many flat uint8 tensors, for those who know where each of them ends.
+
+    As of their whole rows, one tensor behind the other, and then of what is left of each. A digest
+    costs as much to begin and to end as half a megabyte of bytes does: not once per tensor.
+    """
+    device = views[0].device if views else "cpu"
+    running, left = Digester(sum(view.numel() for view in views), device), []
+    for view in views:
+        whole = view.numel() // ROW_BYTES * ROW_BYTES
+        if whole:
+            running.update(view[:whole])
+        if whole < view.numel():
+            left.append(view[whole:])
+    if left:
+        running.update(torch.cat(left))
     return running.finish()
 
 

@@ -26,7 +26,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keepstep.model import Endpoint
@@ -40,6 +40,9 @@ _LOOK_SECONDS = 1.0
 _PARTS_MAX = 256
 """Of a frame, handed to the kernel at once; it takes 1,024."""
 
+Parts = Sequence[bytes | memoryview]
+Frame = tuple[int, Parts]
+"""Its boundary, and what it consists of."""
 Room = Callable[[int, int], memoryview]
 """Where a frame of this boundary and length shall land."""
 
@@ -98,11 +101,13 @@ class Exchange:
 
         Parts are not copied: they must stay as they are until then.
         """
+        self.send_all([(boundary, parts)])
+
+    def send_all(self, frames: Sequence[Frame]) -> None:
+        """Several of them, one behind the other: each is taken by itself."""
         self.flush()
-        head = _FRAME.pack(boundary, sum(map(len, parts)))
-        if self._seal_out is not None:
-            head, parts = self._seal_out.seal(head), (self._seal_out.seal(b"".join(parts)),)
-        self._left = deque(memoryview(part) for part in (head, *parts) if len(part))
+        whole = (part for frame in frames for part in self._packed(*frame))
+        self._left = deque(memoryview(part) for part in whole if len(part))
         self._push()
 
     def take(self, room: Room | None = None) -> tuple[int, memoryview]:
@@ -183,6 +188,12 @@ class Exchange:
         except NotSealed as error:
             raise GroupsBroken(f"the neighbour whose entries I keep: {error}") from error
         return view
+
+    def _packed(self, boundary: int, parts: Parts) -> Parts:
+        head = _FRAME.pack(boundary, sum(map(len, parts)))
+        if self._seal_out is None:
+            return (head, *parts)
+        return self._seal_out.seal(head), self._seal_out.seal(b"".join(parts))
 
     def _push_all(self) -> None:
         while not self._push():

@@ -29,8 +29,9 @@ _SLOT = struct.Struct("<qq")
 """Its step and its bytes."""
 CAPSULES = 2
 RECORD = struct.Struct("<qqqqqq16s")
-"""What a record begins with. Bytes of meta and of gradients; a capsule's boundary, its size, where
-the piece begins, and how long it is; the digest of the meta, which holds that of the gradients."""
+"""What a record begins with. Bytes of meta and of gradients; of the piece that comes behind it, if
+any, a capsule's boundary, its size, where the piece begins, and how long it is; the digest of the
+meta, which holds that of the gradients."""
 CAPSULE_STEPS = 8
 """A capsule is about three times a record: so it adds three eighths to what a record costs. And
 the mirror's log has to hold twice so many records."""
@@ -48,12 +49,6 @@ class Sizes:
     def total(self) -> int:
         capsules = CAPSULES * (_CAPSULE.size + self.capsule_bytes)
         return _HEADER.size + capsules + self.slots * (_SLOT.size + self.record_bytes)
-
-
-def without_piece(raw: memoryview) -> memoryview:
-    """A record without the piece of a capsule that travelled with it."""
-    meta_bytes, gradient_bytes, *_ = RECORD.unpack_from(raw, 0)
-    return raw[: RECORD.size + meta_bytes + gradient_bytes]
 
 
 def kept_path(room: Path, rank: int) -> Path:
@@ -101,14 +96,22 @@ class Kept:
         self._set_capsule(index, (boundary, size, 0))
 
     def add_piece(self, boundary: int, offset: int, piece: memoryview) -> None:
-        """The next bytes of a capsule that was begun; one that does not fit on is dropped."""
+        self.room_for_piece(boundary, offset, len(piece))[:] = piece
+        self.landed(boundary, len(piece))
+
+    def room_for_piece(self, boundary: int, offset: int, length: int) -> memoryview:
+        """Where the next bytes of a capsule that was begun go; they count once they landed."""
         index = self._index_of(boundary)
         _, size, here = self._capsule(index)
-        if offset != here or offset + len(piece) > size:
+        if offset != here or offset + length > size:
             raise Permanent(f"a piece of capsule {boundary} at {offset}, with {here} bytes here")
         start = self._capsule_at(index) + _CAPSULE.size + offset
-        self._memory[start : start + len(piece)] = piece
-        self._set_capsule(index, (boundary, size, here + len(piece)))
+        return memoryview(self._memory)[start : start + length]
+
+    def landed(self, boundary: int, length: int) -> None:
+        index = self._index_of(boundary)
+        _, size, here = self._capsule(index)
+        self._set_capsule(index, (boundary, size, here + length))
 
     def room_for(self, step: int, size: int) -> memoryview:
         """Where the record of this step goes; it counts once it is sealed."""

@@ -4,7 +4,7 @@ With --check-steps 1 it reads, at each begin of a step, an eighth of what a rebu
 
     step s     of the newest whole capsule the tensors of eighth s mod 8 | records s-8, s-16
 
-so that each byte is compared with its owner's digest every CAPSULE_STEPS steps. With K > 8 the
+so that each byte is compared with its owner's digest every 8 steps. With K > 8 the
 eighths are spread over K steps. A capsule that still grows is looked at once it is whole: until
 then the older one counts. What does not fit is kept no longer: all stop at the boundary, and before
 anybody resumes the owner sends its whole shard again, as to a new mirror (covering.py).
@@ -17,16 +17,24 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from keepstep.errors import Permanent
-from keepstep.training.cover import Keeping, landed, read_capsule, read_record, views_of
-from keepstep.training.kept import CAPSULE_STEPS, Kept
+from keepstep.training.cover import (
+    PARTS,
+    Keeping,
+    landed,
+    parts_of,
+    read_capsule,
+    read_record,
+    views_of,
+)
+from keepstep.training.kept import Kept
 
 
 def due(step: int, every: int) -> tuple[int, ...]:
     """Which eighths a mirror reads at the begin of this step. Pure."""
-    if every < CAPSULE_STEPS:
-        return (step % CAPSULE_STEPS,) if every else ()
+    if every < PARTS:
+        return (step % PARTS,) if every else ()
     turn = step % every
-    return tuple(e for e in range(CAPSULE_STEPS) if e * every // CAPSULE_STEPS == turn)
+    return tuple(e for e in range(PARTS) if e * every // PARTS == turn)
 
 
 def spoilt(keeping: Keeping, eighths: Collection[int]) -> str:
@@ -44,7 +52,7 @@ def spoilt(keeping: Keeping, eighths: Collection[int]) -> str:
     except Permanent as error:
         return f"boundary {reach[0]}: {error}"
     for number in range(reach[0], reach[1]):
-        if number % CAPSULE_STEPS in eighths:
+        if number % PARTS in eighths:
             try:
                 _look_at_record(kept, number)
             except Permanent as error:
@@ -55,12 +63,7 @@ def spoilt(keeping: Keeping, eighths: Collection[int]) -> str:
 def _look_at_capsule(kept: Kept, eighth: int) -> None:
     _, raw = kept.capsule()
     meta, pieces = read_capsule(raw)
-    at, total = 0, sum(meta["sizes"])
-    for piece, known in zip(pieces, meta["digests"], strict=True):
-        # A tensor belongs to the eighth in which it begins.
-        if at * CAPSULE_STEPS // max(1, total) == eighth or (at == total and not eighth):
-            landed(piece, known)
-        at += len(piece)
+    landed([pieces[i] for i in parts_of(meta["sizes"])[eighth]], meta["digests"][eighth])
 
 
 def _look_at_record(kept: Kept, step: int) -> None:

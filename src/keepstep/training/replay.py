@@ -18,7 +18,7 @@ import torch
 
 from keepstep.errors import Permanent
 from keepstep.training import zero
-from keepstep.training.cover import Record, landed, read_capsule, views_of
+from keepstep.training.cover import Record, landed, parts_of, read_capsule, views_of
 from keepstep.training.holders import is_distributed, local_of
 
 _State = dict[torch.Tensor, dict[str, Any]]
@@ -52,8 +52,9 @@ def load_capsule(
     if len(tensors) != len(pieces):
         raise Permanent(f"a capsule of {len(pieces)} tensors came for {len(tensors)}")
     with torch.no_grad():
-        for tensor, piece, known in zip(tensors, pieces, meta["digests"], strict=True):
-            tensor.copy_(landed(piece, known).view(tensor.dtype).reshape(tensor.shape))
+        for part, known in zip(parts_of(meta["sizes"]), meta["digests"], strict=True):
+            for at, here in zip(part, landed([pieces[i] for i in part], known), strict=True):
+                tensors[at].copy_(here.view(tensors[at].dtype).reshape(tensors[at].shape))
     return meta
 
 
