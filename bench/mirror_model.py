@@ -96,8 +96,9 @@ class Cost:
 
     @property
     def kept(self) -> float:
-        """Host memory of a node: 17 places of G and two capsules for each of its ranks."""
-        each = LOG_SLOTS * self.gradients + CAPSULES * self.state
+        """Host memory of a node, for each of its ranks: 17 places of G and two capsules of another
+        rank's, and the copy of its own that is on its way."""
+        each = LOG_SLOTS * self.gradients + (CAPSULES + 1) * self.state
         return self.machine.gpus * each
 
     @property

@@ -226,6 +226,11 @@ def test_a_mirror_finds_a_flip_in_the_numbers_of_its_file(tmp_path: Path) -> Non
         kept._memory[at] ^= 64
         assert "should lead to" in patrol.spoilt(keeping, (0,))
         kept._memory[at] ^= 64
+    index = kept._newest_whole()
+    assert index is not None
+    kept._memory[kept._capsule_at(index)] ^= 1
+    assert any("capsule of boundary" in found or "lead" in found for found in looked_after(keeping))
+    kept._memory[kept._capsule_at(index)] ^= 1
     # A piece that does not fit on: the step goes on, and the cover is given up.
     wire, owner = Wire(), Owner()
     shard = Shard(3)
@@ -236,6 +241,35 @@ def test_a_mirror_finds_a_flip_in_the_numbers_of_its_file(tmp_path: Path) -> Non
     assert keeping.kept is None
     assert not wire.frames, "the piece was taken from the network all the same"
     assert "was not begun" in patrol.spoilt(keeping, (0,))
+
+
+def test_a_step_that_is_made_again_and_cut_off_is_no_flip(tmp_path: Path) -> None:
+    _, keeping = train(tmp_path, 6, 4)
+    assert not looked_after(keeping)
+    # Its record's place is taken by the new one, of which nothing more comes.
+    keeping._room_for_record(5, 100)
+    assert not looked_after(keeping)
+    assert keeping.kept is not None
+    assert (keeping.kept.reach() or (0, 0))[1] == 5
+
+
+@pytest.mark.parametrize("written", range(1, 4))
+def test_a_capsule_whose_place_is_being_taken_is_never_whole(tmp_path: Path, written: int) -> None:
+    """The writer may die between any two numbers."""
+    kept = Kept(kept_path(tmp_path, 0), ROOMY)
+    for boundary in (4, 8):
+        kept.begin_capsule(boundary, 10)
+        kept.add_piece(boundary, 0, memoryview(b"0123456789"))
+    numbers: list[tuple[int, ...]] = []
+    kept._set_capsule = lambda _, fields: numbers.append(fields)  # type: ignore[method-assign]
+    kept.begin_capsule(12, 10)
+    del kept._set_capsule  # type: ignore[method-assign]
+    before: tuple[int, ...] = (4, 10, 10)
+    for after in numbers:
+        first, second, third = (*after[:written], *before[written:])
+        kept._set_capsule(0, (first, second, third))
+        assert kept.capsule()[0] == 8
+        before = after
 
 
 def test_a_record_that_was_not_sealed_ends_the_reach(tmp_path: Path) -> None:

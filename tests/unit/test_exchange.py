@@ -87,6 +87,31 @@ def test_a_full_ring_does_not_stand_still(sealed: bool):
         each.close()
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("parts", [(1, 8 << 20), (600, 11)], ids=["large", "many parts"])
+def test_two_frames_of_one_turn_arrive_as_they_were_sent(sealed: bool, parts: tuple[int, int]):
+    """The second one is taken while a thread pushes what is left of one's own."""
+    count, size = parts
+    exchanges = ring(3, sealed=sealed)
+    # No two places alike: bytes that come twice, or are left out, show.
+    pattern = b"".join(number.to_bytes(4, "little") for number in range(count * size // 4 + 1))
+    views = [memoryview(pattern)[at * size : (at + 1) * size] for at in range(count)]
+    whole, found = b"".join(views), []
+
+    def turn(i: int) -> None:
+        for step in range(4):
+            exchanges[i].send_all([(step, views), (100 + step, [bytes([i]), *views])])
+            for wanted in ((step, whole), (100 + step, bytes([(i - 1) % 3]) + whole)):
+                number, frame = exchanges[i].take(lambda _, n: memoryview(bytearray(n)))
+                found.append((number, bytes(frame)) == wanted)
+            exchanges[i].flush()
+
+    run_all(*(lambda i=i: turn(i) for i in range(3)))
+    assert found == [True] * 3 * 4 * 2
+    for each in exchanges:
+        each.close()
+
+
 def test_a_frame_leaves_although_its_sender_does_something_else():
     """The sender is back from its own take, in a collective that its neighbour has yet to join."""
     exchanges = ring(2)

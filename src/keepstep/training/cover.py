@@ -28,12 +28,15 @@ import torch
 
 from keepstep.errors import Permanent
 from keepstep.training.digest import byte_view, digest_joined
-from keepstep.training.exchange import Exchange, Frame
+from keepstep.training.exchange import Exchange, Frame, Room
+from keepstep.training.inner import GroupsBroken
 from keepstep.training.kept import CAPSULE_STEPS, RECORD, Kept, Sizes, kept_path
 from keepstep.training.raw import bytes_tensor, tensor_bytes, tensor_view
 
 PARTS = 8
 """Of a capsule, each with a digest of its own: a mirror looks at one of them at a time."""
+FORM = "joined-1"
+"""How digests are made: in every capsule and record, because a saved one may be read much later."""
 SLICE_BYTES = 4 * 1024
 _CAPSULE = struct.Struct("<q16s")
 """Bytes of meta, and its digest."""
@@ -109,6 +112,8 @@ def _read_meta(text: memoryview, known: bytes, what: str) -> dict[str, Any]:
     if _sign(bytes(text)) != known:
         raise Permanent(f"a mirror's {what} is not what its owner wrote: its meta differs")
     meta: dict[str, Any] = json.loads(bytes(text))
+    if meta.get("form") != FORM:
+        raise Permanent(f"a mirror's {what} is of another release of keepstep: rerun with that one")
     return meta
 
 
@@ -122,7 +127,8 @@ class Capsule:
         views = [byte_view(tensor) for tensor in tensors]
         sizes = [view.numel() for view in views]
         digests = [digest_joined([views[i] for i in part]) for part in parts_of(sizes)]
-        text = json.dumps({**meta, "sizes": sizes, "digests": digests}).encode()
+        said = {"form": FORM, "boundary": boundary, "sizes": sizes, "digests": digests}
+        text = json.dumps({**meta, **said}).encode()
         head = _CAPSULE.pack(len(text), _sign(text)) + text
         self.raw = torch.empty(len(head) + sum(v.numel() for v in views), dtype=torch.uint8)
         self.raw[: len(head)] = bytes_tensor(head)
@@ -196,7 +202,8 @@ class Owner:
         sizes = [-1 if g is None else g.numel() * g.element_size() for g in gradients]
         dtypes = [None if g is None else str(g.dtype) for g in gradients]
         known = digest_joined(present)
-        text = json.dumps({**meta, "sizes": sizes, "dtypes": dtypes, "digest": known}).encode()
+        said = {"form": FORM, "sizes": sizes, "dtypes": dtypes, "digest": known}
+        text = json.dumps({**meta, **said}).encode()
         sent_bytes = sum(v.numel() for v in present)
         head = RECORD.pack(len(text), sent_bytes, boundary, size, first, len(piece), _sign(text))
         record: Frame = (step, [head + text, *map(tensor_view, present)])
@@ -211,6 +218,18 @@ class Owner:
         if self._growing is not None and self._growing.sent == self._growing.size:
             self._whole_at = self._growing.boundary
             self._growing = None
+
+
+def _announced(boundary: int, length: int, room: memoryview | None) -> Room:
+    """Where a piece lands that a record announced; without a room it is dropped. Any other frame
+    would put all that follows out of step."""
+
+    def land(at: int, size: int) -> memoryview:
+        if (at, size) != (boundary, length):
+            raise GroupsBroken(f"{size} bytes of boundary {at} came for {length} of {boundary}")
+        return memoryview(bytearray(size)) if room is None else room
+
+    return land
 
 
 class Keeping:
@@ -249,20 +268,26 @@ class Keeping:
         """The next record and what comes behind it, from the network into their places."""
         kept = self.kept
         # Without one there is no room for it here, and its owner does not know.
-        step, raw = exchange.take(kept.room_for if kept is not None else None)
+        step, raw = exchange.take(self._room_for_record if kept is not None else None)
         if not raw:
             self.newest = -1
             return  # A step that its owner could not record: a hole, and nobody seals it.
         *_, boundary, size, first, length, _ = RECORD.unpack_from(raw, 0)
         room = self._room_for_piece(boundary, size, first, length) if length else None
         if length:
-            exchange.take(None if room is None else lambda *_: room)
+            exchange.take(_announced(boundary, length, room))
         if kept is None or self.kept is None:
             return
         if length:
             kept.landed(boundary, length)
         kept.seal(step, len(raw))
         self.newest = step + 1
+
+    def _room_for_record(self, step: int, size: int) -> memoryview:
+        assert self.kept is not None, "asked for by take"
+        # A step that is made again takes its own record's place: until it is sealed, none is there.
+        self.newest = min(self.newest, step)
+        return self.kept.room_for(step, size)
 
     def _room_for_piece(
         self, boundary: int, size: int, first: int, length: int

@@ -8,6 +8,7 @@ whole shard is sent once, before anybody resumes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
@@ -104,12 +105,16 @@ class Covering:
         of_optimizer = tuple(f"{name}." for name in registry.optimizers)
         plain = sum(size_bytes(t) for n, t in tensors if not n.startswith(of_optimizer))
         made = sum(size_bytes(t) for n, t in tensors if n.startswith(of_optimizer))
-        gradients = sum(size_bytes(local_of(parameter)) for _, parameter in parameters)
-        # Moments may be made later, with a parameter's first gradient: two each, and a counter.
-        coming = 2 * gradients + COUNTER_BYTES * len(parameters)
-        described = META_BYTES + DESCRIBED_BYTES * (len(tensors) + 3 * len(parameters))
-        capsule = plain + max(made, coming) + described
-        return Sizes(capsule, gradients + described, LOG_SLOTS)
+        gradients = sum(_gradient_bytes(parameter) for _, parameter in parameters)
+        held = sum(size_bytes(local_of(parameter)) for _, parameter in parameters)
+        # Moments may be made later, with a parameter's first gradient: and a counter each.
+        groups = [g for optimizer in registry.optimizers.values() for g in optimizer.param_groups]
+        moments = 3 if any(g.get("amsgrad") or g.get("centered") for g in groups) else 2
+        coming = moments * held + COUNTER_BYTES * len(parameters)
+        described = META_BYTES + DESCRIBED_BYTES * (len(tensors) + (moments + 1) * len(parameters))
+        # Of all groups, whoever holds their parameters; a number may get longer.
+        said = 2 * len(json.dumps(registry.settings()))
+        return Sizes(plain + max(made, coming) + described, gradients + described + said, LOG_SLOTS)
 
     def _hand_over(self, boundary: int, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
         """My shard to my mirror, unless it has what it needs."""
@@ -129,7 +134,8 @@ class Covering:
         assert self._exchange is not None, "opened above"
         if not theirs["whole"] or theirs["need"] is None or _goes_on(boundary, mine, theirs):
             return
-        at, raw = self._exchange.take()
+        # Into memory of its own, which goes when it is kept: it is as large as the shard.
+        at, raw = self._exchange.take(lambda _, length: memoryview(bytearray(length)))
         if at != boundary:
             raise Permanent(f"a capsule of boundary {at} came for {boundary}")
         keeping = Keeping(self._keeper.place.room, ward)
@@ -194,6 +200,8 @@ class Covering:
             capsule = self._capsule(step) if size < room.capsule_bytes else None
             if capsule is not None and capsule.size > room.capsule_bytes:
                 capsule = None
+            if capsule is None:
+                self._keeper.uncovered.grown()
         frames = self._owner.record(step, meta, gradients, capsule)
         _, record = frames[0]
         if sum(map(len, record)) <= room.record_bytes:
@@ -309,7 +317,9 @@ def make_again(keeper: Keeper, name: str, pieces: Iterable[memoryview]) -> None:
 
     # The optimizers step over all that has a gradient: a rehearsal may have left some.
     registry.drop_gradients()
-    registry.load_hidden(replay.load_capsule(next(left), conform)["hidden"])
+    capsule = replay.load_capsule(next(left), conform)
+    registry.load_hidden(capsule["hidden"])
+    boundary = int(capsule["boundary"])
     parameters = [parameter for _, parameter in registry.optimized(name)]
     shard = replay.Shard(registry.optimizers.values(), parameters)
     tensors = registry.kept(name)
@@ -317,6 +327,9 @@ def make_again(keeper: Keeper, name: str, pieces: Iterable[memoryview]) -> None:
         keeper.reach("replay")
         record = read_record(raw)
         step = int(record.meta["step"])
+        if step != boundary:
+            raise Permanent(f"the record of step {step} came for boundary {boundary}")
+        boundary += 1
         if slice_digest(tensors, step) != record.meta["slice"]:
             raise Permanent(f"what was made again is not what its owner had before step {step}")
         if record.meta["settings"] is None:
@@ -334,6 +347,12 @@ def _goes_on(boundary: int, mirror: dict[str, Any], owner: dict[str, Any]) -> bo
     # With room in the log for a whole new capsule, should there be another fault.
     recent = reach[0] <= boundary <= min(reach[1], reach[0] + CAPSULE_STEPS)
     return bool(recent and room == need)
+
+
+def _gradient_bytes(parameter: torch.Tensor) -> int:
+    """As large as the parameter, or larger where it is kept in wider numbers."""
+    parts = (parameter, parameter.grad)
+    return max(size_bytes(local_of(part)) for part in parts if part is not None)
 
 
 def _recorded(kept: Kept, step: int) -> memoryview:

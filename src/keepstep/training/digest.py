@@ -52,9 +52,9 @@ def digest_joined(views: Sequence[torch.Tensor]) -> str:
     for view in views:
         whole = view.numel() // ROW_BYTES * ROW_BYTES
         if whole:
-            running.update(view[:whole])
+            running.update(view[:whole].to(device))
         if whole < view.numel():
-            left.append(view[whole:])
+            left.append(view[whole:].to(device))
     if left:
         running.update(torch.cat(left))
     return running.finish()

@@ -1,4 +1,4 @@
-"""One message to one neighbour and one from another, each step, without waking a thread.
+"""A few frames to one neighbour and as many from another, each step, without waking a thread.
 
 For: small state that must be at a neighbour before a step counts. A message is written with one
 system call and lies in the receiver's socket until its training thread asks for it. Gloo would wake
@@ -9,8 +9,9 @@ four threads per message for its handshake, in the middle of everybody's backwar
 
 With `sealed` everything after the proofs is encrypted too (keepstep/sealed.py).
 
-What does not fit into the socket leaves while this rank waits for its neighbour's message, and
-after that on a thread: nobody's message may depend on when another rank comes back to its own.
+What does not fit into the socket leaves while this rank waits for its neighbour's first frame, and
+after that on a thread, which then is the only one to push: nobody's message may depend on when
+another rank comes back to its own.
 
 Must never: hold a collective back for the neighbour's reading; close a socket from another thread
 (`cancel` only shuts down); believe a peer that does not know the secret.
@@ -236,14 +237,17 @@ class Exchange:
     def _wait(self, *, reading: bool) -> None:
         """Until something can move. My own rest is pushed on meanwhile: a ring must not stand."""
         assert self._in is not None and self._out is not None, "connect comes first"
+        # Two who push would send the same bytes twice: where there is a pusher, it alone does.
+        pushes = not reading or self._pusher is None
         poll = select.poll()
         if reading:
             poll.register(self._in, select.POLLIN)
-        if self._left:
+        if pushes and self._left:
             poll.register(self._out, select.POLLOUT)
         while not poll.poll(1000 * _LOOK_SECONDS):
             self._check()
-        self._push()
+        if pushes:
+            self._push()
 
 
 def _resolve(endpoint: Endpoint) -> tuple[socket.AddressFamily, tuple[Any, ...]]:

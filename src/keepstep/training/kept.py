@@ -25,6 +25,7 @@ _MAGIC = 0x4B45455054434F56
 _HEADER = struct.Struct("<qqqq")
 _CAPSULE = struct.Struct("<qqq")
 """Its boundary, its bytes, how many of them are here."""
+_NONE = (-1, -1, 0)
 _SLOT = struct.Struct("<qq")
 """Its step and its bytes."""
 CAPSULES = 2
@@ -72,7 +73,7 @@ class Kept:
         if sizes is not None:
             self.sizes = sizes
             for index in range(CAPSULES):
-                self._set_capsule(index, (-1, 0, 0))
+                self._set_capsule(index, _NONE)
             for step in range(sizes.slots):
                 _SLOT.pack_into(self._memory, self._slot_at(step), -1, 0)
             # Last, so that a file cut short by a death is none.
@@ -93,6 +94,8 @@ class Kept:
         whole = self._newest_whole()
         # Never the one that is whole: until this one is, it is all there is.
         index = next(i for i in range(CAPSULES) if i != whole)
+        # Number by number, and a death may come between two: never whole on the way.
+        self._set_capsule(index, _NONE)
         self._set_capsule(index, (boundary, size, 0))
 
     def add_piece(self, boundary: int, offset: int, piece: memoryview) -> None:

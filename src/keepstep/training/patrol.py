@@ -61,8 +61,10 @@ def spoilt(keeping: Keeping, eighths: Collection[int]) -> str:
 
 
 def _look_at_capsule(kept: Kept, eighth: int) -> None:
-    _, raw = kept.capsule()
+    boundary, raw = kept.capsule()
     meta, pieces = read_capsule(raw)
+    if meta["boundary"] != boundary:
+        raise Permanent(f"it is the capsule of boundary {meta['boundary']}")
     landed([pieces[i] for i in parts_of(meta["sizes"])[eighth]], meta["digests"][eighth])
 
 

@@ -120,6 +120,12 @@ class Uncovered:
             "lost, the job falls back to its newest checkpoint; give the tmpfs more memory"
         )
 
+    def grown(self) -> None:
+        self._say(
+            "what this rank alone holds has outgrown its second home (an optimizer with more state "
+            "than two tensors a parameter?): its loss is a fallback to the newest checkpoint"
+        )
+
     def several_optimizers(self) -> None:
         self._say(
             "state that one rank holds alone has a second home only with one optimizer: with "
