@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from keepstep.errors import Permanent
 from keepstep.training import patrol, replay
 from keepstep.training.cover import PARTS, Capsule, Keeping, Owner, parts_of, read_record
-from keepstep.training.covering import Covering
+from keepstep.training.covering import Covering, make_again
 from keepstep.training.digest import byte_view
 from keepstep.training.exchange import Exchange, Frame
 from keepstep.training.holders import agree, held_by
@@ -387,22 +387,66 @@ def test_a_step_that_its_owner_could_not_record_is_a_hole(tmp_path: Path) -> Non
     reach = keeping.kept.reach()
     assert reach is not None
     assert reach[1] == 6
+    # What comes behind it leads nowhere, and that is no flip.
+    wire.send_all(Owner().record(7, {}, Shard(3).gradients(7)))
+    keeping.take(wire)  # type: ignore[arg-type]
+    assert keeping.newest == -1
+    assert not looked_after(keeping)
+
+
+def keeper_of(optimizer: torch.optim.Optimizer, **models: torch.nn.Module) -> Any:
+    """Of a rank that holds all of it alone."""
+    registry = Registry(0, 2)
+    for name, model in models.items():
+        held_by(model, [0])
+        registry.add(name, model)
+    registry.add("optimizer", optimizer)
+    registry.holders = agree([registry.view(), registry.view()])
+    place = SimpleNamespace(rank=0)
+    return SimpleNamespace(registry=registry, place=place, uncovered=Uncovered())
+
+
+def test_room_for_a_cover_does_not_hang_on_what_the_settings_say_today() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    covering = Covering(keeper_of(optimizer, model=model))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = covering._need()
+    assert before is not None
+    optimizer.param_groups[0]["lr"] = 0.009043820750088045
+    optimizer.zero_grad(set_to_none=True)
+    assert covering._need() == before, "or each new generation would send the whole shard again"
+    optimizer.param_groups[0]["amsgrad"] = True
+    grown = covering._need()
+    assert grown is not None
+    assert grown.capsule_bytes > before.capsule_bytes
+
+
+def test_a_capsule_that_outgrew_its_room_is_told_and_its_records_are_holes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    covering = Covering(keeper_of(optimizer, model=model))
+    narrow = Sizes(capsule_bytes=20, record_bytes=1 << 16, slots=17)
+    assert covering._record(narrow, 1, updates=True) == [(1, ())]
+    assert "outgrown" in capsys.readouterr().err
+
+
+def test_a_cover_that_leads_elsewhere_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    keeper = keeper_of(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+    raw = tensor_view(Covering(keeper)._capsule(8).raw)
+    make_again(keeper, "0", [raw], 8)
+    with pytest.raises(Permanent, match="leads to boundary 8, not 12"):
+        make_again(keeper, "0", [raw], 12)
 
 
 def test_a_shard_that_something_else_than_the_optimizer_moves_has_no_cover() -> None:
     model, average = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    held_by(model, [0])
-    held_by(average, [0])
-    registry = Registry(0, 2)
-    registry.add("model", model)
-    registry.add("average", average)
-    registry.add("optimizer", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    registry.holders = agree([registry.view(), registry.view()])
-    uncovered = Uncovered()
-    keeper: Any = SimpleNamespace(
-        registry=registry, place=SimpleNamespace(rank=0), uncovered=uncovered
-    )
-    covering = Covering(keeper)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    covering = Covering(keeper_of(optimizer, model=model, average=average))
     for step in range(2):
         with torch.no_grad():
             model.weight.mul_(0.5)

@@ -182,7 +182,7 @@ def _load_portion(found: Found, keeper: Keeper, portion: str) -> str:
     tensors = torch.load(found.path / f"{_file_name(portion)}.pt", weights_only=True)
     if description["mirrored"]:
         pieces = (memoryview(tensor_bytes(tensors[name])) for name in sorted(tensors))
-        make_again(keeper, portion, pieces)
+        make_again(keeper, portion, pieces, found.boundary)
     else:
         registry.conform([(n, d, s, c) for n, d, s, c in description["layout"]], portion)
         with torch.no_grad():

@@ -281,7 +281,10 @@ class Keeping:
         if length:
             kept.landed(boundary, length)
         kept.seal(step, len(raw))
-        self.newest = step + 1
+        # Behind a hole it leads nowhere, until there is a new capsule.
+        reach = kept.reach()
+        if reach is not None and reach[1] > step:
+            self.newest = step + 1
 
     def _room_for_record(self, step: int, size: int) -> memoryview:
         assert self.kept is not None, "asked for by take"

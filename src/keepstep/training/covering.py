@@ -38,6 +38,8 @@ META_BYTES = 64 * 1024
 DESCRIBED_BYTES = 512
 """Of a description, for each tensor: its name, its digest, its size."""
 COUNTER_BYTES = 64
+VALUE_BYTES = 64
+"""Of a plain value with its name, as text."""
 
 
 class Covering:
@@ -112,9 +114,12 @@ class Covering:
         moments = 3 if any(g.get("amsgrad") or g.get("centered") for g in groups) else 2
         coming = moments * held + COUNTER_BYTES * len(parameters)
         described = META_BYTES + DESCRIBED_BYTES * (len(tensors) + (moments + 1) * len(parameters))
-        # Of all groups, whoever holds their parameters; a number may get longer.
-        said = 2 * len(json.dumps(registry.settings()))
-        return Sizes(plain + max(made, coming) + described, gradients + described + said, LOG_SLOTS)
+        # What is said of all groups and parameters, whoever holds them. By their number and not by
+        # what it says now: with room for another learning rate the cover goes on.
+        settings = VALUE_BYTES * (1 + json.dumps(registry.settings()).count(","))
+        hidden = VALUE_BYTES * sum(len(group["params"]) for group in groups)
+        capsule = plain + max(made, coming) + described + hidden
+        return Sizes(capsule, gradients + described + settings, LOG_SLOTS)
 
     def _hand_over(self, boundary: int, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
         """My shard to my mirror, unless it has what it needs."""
@@ -148,6 +153,9 @@ class Covering:
         if self._former is not None:
             self._former.keeping.drop()
             self._former = None
+        if self._ward is not None and self._ward.keeping.kept is None:
+            # There was no room for a new one. Without the old one there may be, the next time.
+            self._ward.keeping.drop()
 
     def cancel(self) -> None:
         """Free the training thread if it waits here. Any thread."""
@@ -201,7 +209,9 @@ class Covering:
             if capsule is not None and capsule.size > room.capsule_bytes:
                 capsule = None
             if capsule is None:
+                # Records without a capsule would lead from nowhere before long.
                 self._keeper.uncovered.grown()
+                return hole
         frames = self._owner.record(step, meta, gradients, capsule)
         _, record = frames[0]
         if sum(map(len, record)) <= room.record_bytes:
@@ -274,7 +284,8 @@ class Covering:
         """Capsule and records to the rank that takes the seat."""
         pieces = self.pieces(move.portion, boundary)
         side, target = side_of(self._keeper), int(move.target)
-        send_json(side, {**header, "sizes": [len(piece) for piece in pieces]}, target)
+        sizes = [len(piece) for piece in pieces]
+        send_json(side, {**header, "sizes": sizes, "boundary": boundary}, target)
         for piece in pieces:
             _send_bytes(side, piece, target)
 
@@ -301,14 +312,14 @@ def rebuild(keeper: Keeper, move: Move) -> dict[str, Any]:
     keeper.tear()
     try:
         pieces = (_receive_bytes(side, source, size) for size in header["sizes"])
-        make_again(keeper, move.portion, pieces)
+        make_again(keeper, move.portion, pieces, int(header["boundary"]))
     except Permanent as error:
         raise Permanent(f"source {source}: {error}") from error
     return header
 
 
-def make_again(keeper: Keeper, name: str, pieces: Iterable[memoryview]) -> None:
-    """The capsule in place, then every step since."""
+def make_again(keeper: Keeper, name: str, pieces: Iterable[memoryview], wanted: int) -> None:
+    """The capsule in place, then every step since, up to the boundary that is wanted."""
     registry, left = keeper.registry, iter(pieces)
 
     def conform(layout: Any) -> list[torch.Tensor]:
@@ -337,6 +348,8 @@ def make_again(keeper: Keeper, name: str, pieces: Iterable[memoryview]) -> None:
         registry.load_settings(record.meta["settings"])
         if shard.update(replay.gradients_of(record, shard.parts)):
             tensors = registry.kept(name)
+    if boundary != wanted:
+        raise Permanent(f"what is kept leads to boundary {boundary}, not {wanted}")
 
 
 def _goes_on(boundary: int, mirror: dict[str, Any], owner: dict[str, Any]) -> bool:
@@ -350,9 +363,11 @@ def _goes_on(boundary: int, mirror: dict[str, Any], owner: dict[str, Any]) -> bo
 
 
 def _gradient_bytes(parameter: torch.Tensor) -> int:
-    """As large as the parameter, or larger where it is kept in wider numbers."""
-    parts = (parameter, parameter.grad)
-    return max(size_bytes(local_of(part)) for part in parts if part is not None)
+    """As large as the parameter, or larger where it is declared to be of wider numbers: also before
+    there is one, because rooms are compared."""
+    part = local_of(parameter)
+    dtype = getattr(parameter, "grad_dtype", None) or torch.float32
+    return int(part.numel() * max(part.element_size(), dtype.itemsize))
 
 
 def _recorded(kept: Kept, step: int) -> memoryview:

@@ -75,7 +75,7 @@ class Kept:
             for index in range(CAPSULES):
                 self._set_capsule(index, _NONE)
             for step in range(sizes.slots):
-                _SLOT.pack_into(self._memory, self._slot_at(step), -1, 0)
+                self._set_slot(step, -1, 0)
             # Last, so that a file cut short by a death is none.
             _HEADER.pack_into(self._memory, 0, _MAGIC, *astuple(sizes))
         if len(self._memory) < _HEADER.size:
@@ -120,14 +120,12 @@ class Kept:
         """Where the record of this step goes; it counts once it is sealed."""
         if size > self.sizes.record_bytes:
             raise Permanent(f"a record of {size} bytes does not fit {self.path}")
-        at = self._slot_at(step)
-        _SLOT.pack_into(self._memory, at, -1, size)
-        start = at + _SLOT.size
+        self._set_slot(step, -1, size)
+        start = self._slot_at(step) + _SLOT.size
         return memoryview(self._memory)[start : start + size]
 
     def seal(self, step: int, size: int) -> None:
-        at = self._slot_at(step)
-        _SLOT.pack_into(self._memory, at, step, size)
+        self._set_slot(step, step, size)
 
     # ------------------------------------------------------------ reading
 
@@ -185,7 +183,14 @@ class Kept:
         return _CAPSULE.unpack_from(self._memory, self._capsule_at(index))
 
     def _set_capsule(self, index: int, fields: tuple[int, int, int]) -> None:
-        _CAPSULE.pack_into(self._memory, self._capsule_at(index), *fields)
+        self._write(self._capsule_at(index), _CAPSULE.pack(*fields))
+
+    def _set_slot(self, step: int, holds: int, size: int) -> None:
+        self._write(self._slot_at(step), _SLOT.pack(holds, size))
+
+    def _write(self, at: int, numbers: bytes) -> None:
+        # Not pack_into, which clears its place first: a capsule of no bytes would be whole.
+        self._memory[at : at + len(numbers)] = numbers
 
     def _capsule_at(self, index: int) -> int:
         return _HEADER.size + index * (_CAPSULE.size + self.sizes.capsule_bytes)
