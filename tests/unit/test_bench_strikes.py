@@ -233,6 +233,8 @@ def test_a_lost_host_is_an_exit_of_its_own_and_costs_no_case_that_is_complete(
         kept.append(result)
         return tmp_path / "raw.json.gz"
 
+    # This process is pytest's: its signals stay what they are.
+    monkeypatch.setattr("bench.rig.end_in_good_order", lambda: None)
     monkeypatch.setattr(Campaign, "_settle", settled)
     monkeypatch.setattr(Campaign, "_run", ran)
     monkeypatch.setattr("bench.record.keep", told)
