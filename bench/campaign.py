@@ -170,7 +170,7 @@ def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
     cases = [case for case in cases if case["repetitions"]]
     if not cases:
         print("nothing was completed", flush=True)
-        return bench.ended
+        return bench.ended or 2
     kept = {
         "short": bool(args.short),
         "seconds": seconds,
@@ -203,7 +203,6 @@ class Campaign:
         self.room, self.seconds = room, seconds
         self.ended = 0
         """Before its time: how, as an exit."""
-        self.why = ""
         self._args = args
         self._hosts = hosts_of(args)
         self._launch: launching.Launch = (
@@ -257,7 +256,7 @@ class Campaign:
                 return path
 
     def _end(self, code: int, why: str) -> None:
-        self.ended, self.why = code, why
+        self.ended = code
         print(f"\nended: {why}; the runs that are complete, if any, are kept", flush=True)
 
     def _settle(self, plan: Plan) -> tuple[int, float]:

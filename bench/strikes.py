@@ -145,7 +145,7 @@ class Striker(threading.Thread):
         while slowing.poll() is None and self._launch.now() < began + seconds + END_SECONDS_MAX:
             if not self._sleep_until(self._launch.now() + LOOK_SECONDS):
                 break
-        code = _end(slowing)
+        code = _exit_of(slowing)
         if code in (0, NOBODY):
             return code == 0
         if not self._over.is_set():
@@ -190,7 +190,7 @@ class Striker(threading.Thread):
         return not self._over.is_set()
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
+def _exit_of(process: subprocess.Popen[bytes]) -> int:
     """Its exit; one that is still there is told to go, and has a moment for it."""
     if process.poll() is None:
         process.terminate()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import json
 import struct
 from collections.abc import Sequence
@@ -94,13 +95,10 @@ def landed(pieces: Sequence[memoryview], known: str) -> list[torch.Tensor]:
 
 def parts_of(sizes: Sequence[int]) -> list[range]:
     """Which tensors are in each part: a tensor belongs to the one in which it begins. Pure."""
-    total, begins = sum(sizes), [0]
-    for size in sizes:
-        begins.append(begins[-1] + size)
-    firsts = [bisect.bisect_left(begins, part * total / PARTS) for part in range(PARTS)]
+    begins = list(itertools.accumulate(sizes, initial=0))
+    firsts = [bisect.bisect_left(begins, part * begins[-1] / PARTS) for part in range(PARTS)]
     # Tensors without a byte at the very end are in the last one.
-    ends = [*firsts[1:], len(sizes)]
-    return [range(first, max(first, end)) for first, end in zip(firsts, ends, strict=True)]
+    return list(itertools.starmap(range, itertools.pairwise([*firsts, len(sizes)])))
 
 
 def _sign(text: bytes) -> bytes:
