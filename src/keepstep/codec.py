@@ -108,7 +108,7 @@ def from_plain(kind: type[T], plain: object) -> T:
 
 def dumps(plain: object) -> bytes:
     """Canonical bytes: sorted keys and no spaces, so that equal records hash equally."""
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(plain).encode()
 
 
 def loads(data: bytes | str) -> Any:
@@ -137,6 +137,10 @@ def _shortened(error: Exception) -> str:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_ENCODER = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), allow_nan=False, check_circular=False
+)
+"""Made once: the journal encodes with every decision. Nothing plain holds itself."""
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

@@ -11,7 +11,7 @@ Only what is well can be alike: a problem, a cover or a rank that is busy is som
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress, repeat
 from operator import is_
@@ -35,21 +35,20 @@ def distinct(reports: Iterable[SeatReport]) -> list[SeatReport]:
     return list(dict(zip(map(id, told), told, strict=True)).values())
 
 
-def groups(reports: Mapping[Rank, SeatReport]) -> list[tuple[SeatReport, list[Rank]]]:
+def groups(reports: Mapping[Rank, SeatReport]) -> list[tuple[SeatReport, Sequence[Rank]]]:
     """Each report with the ranks that share it."""
     if len(few := distinct(reports.values())) <= GROUPS_FEW:
         return [
             (report, list(compress(reports, map(is_, reports.values(), repeat(report)))))
             for report in few
         ]
-    found: dict[int, tuple[SeatReport, list[Rank]]] = {}
+    if len(few) == len(reports):
+        # Nobody shares any: the ranks of agents that speak for each of them.
+        return list(zip(few, zip(reports, strict=True), strict=True))
+    found: dict[int, list[Rank]] = {id(report): [] for report in few}
     for rank, report in reports.items():
-        known = found.get(id(report))
-        if known is None:
-            found[id(report)] = (report, [rank])
-        else:
-            known[1].append(rank)
-    return list(found.values())
+        found[id(report)].append(rank)
+    return list(zip(few, found.values(), strict=True))
 
 
 def apart(seat: SeatReport, size: int) -> list[SeatReport]:

@@ -131,9 +131,9 @@ def due(cluster: Cluster) -> float | None:
             moments.append(job.broken_at + policy.BROKEN_SECONDS_MAX)
         if job.stalls_at >= 0:
             moments.append(job.stalls_at + job.spec.policy.hang_settle_seconds)
-    if not cluster.frozen and not cluster.self_doubt:
+    if cluster.doubtful and not cluster.frozen and not cluster.self_doubt:
         # What is waited for otherwise is somebody's word, or an ordinary tick.
-        moments += (since + nodes.SILENT_SETTLE_SECONDS for since in cluster.doubtful.values())
+        moments.append(min(cluster.doubtful.values()) + nodes.SILENT_SETTLE_SECONDS)
     return min(moments, default=None)
 
 

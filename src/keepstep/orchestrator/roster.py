@@ -68,9 +68,14 @@ def build(
 ) -> Roster:
     """A roster with the stride that its placement asks for."""
     own = [seat.node for seat in seats]
-    said = {node: _shared(nodes[node].shares) for node in set(own)}
+    texts = [nodes[node].shares for node in own]
+    said = {text: _shared(text) for text in set(texts)}
     told = {name for parts in said.values() for name in parts}
-    domains = [[said[node].get(name, node) for node in own] for name in RACK_LABELS if name in told]
+    domains = [
+        [said[text].get(name, node) for text, node in zip(texts, own, strict=True)]
+        for name in RACK_LABELS
+        if name in told
+    ]
     stride = mirror_stride(own, *domains)
     return Roster(job, generation, secret, store_node, stride, tuple(seats))
 
@@ -105,7 +110,7 @@ def mirror_stride(nodes: Sequence[NodeId], *domains: Sequence[str]) -> int:
     blocks = [max(len(list(run)) for _, run in itertools.groupby(each)) for each in places]
     first = max(blocks)
     for stride in range(first, min(size - first, first + STRIDES_TRIED_MAX - 1) + 1):
-        if not any(_collisions(each, stride) for each in reversed(places)):
+        if not any(_collide(each, stride) for each in reversed(places)):
             return stride
     best, fewest = 1, [size + 1]
     for stride in (*range(1, min(size, STRIDES_TRIED_MAX + 1)), *(b for b in blocks if b < size)):
@@ -119,6 +124,11 @@ def mirror_stride(nodes: Sequence[NodeId], *domains: Sequence[str]) -> int:
 
 def _collisions(places: list[NodeId] | list[str], stride: int) -> int:
     return sum(map(operator.eq, places, places[stride:] + places[:stride]))
+
+
+def _collide(places: list[NodeId] | list[str], stride: int) -> bool:
+    """Whether there is any. Found early, if there are some: dozens of strides may be tried."""
+    return any(map(operator.eq, places, places[stride:] + places[:stride]))
 
 
 def store_node(
@@ -469,9 +479,8 @@ def needy(
     """Ranks whose private state at the boundary has to come from somewhere else."""
     wanting = [
         rank
-        for report, ranks in alike.groups(reports)
+        for rank, report in reports.items()
         if not (report.boundary == boundary and report.intact) and boundary not in report.entries
-        for rank in ranks
     ]
     return sorted({*wanting, *gone})
 
