@@ -12,6 +12,10 @@ The largest job runs once more with sharded state: 2,048 shards of 8 holders eac
 that all hold. There a quarter of the survivors stand before an update that the others have made, so
 the plan is made in two decisions: last report -> Apply, last report from there -> Reform.
 
+Beside it: what a snapshot of that cluster costs the loop, the first of a term and one after an
+incident, with the text of the whole made anew for comparison; and a copy of the state to try
+something on, with the way through JSON for comparison (medians of seven).
+
 Run it on a quiet machine: neighbours that share caches and cores add to CPU time too. The best of
 the seven is shown beside the median for that reason; what must hold is the median.
 """
@@ -21,15 +25,19 @@ from __future__ import annotations
 import dataclasses
 import gc
 import resource
+import statistics
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench import record
-from keepstep import portion, wire
+from keepstep import codec, portion, wire
 from keepstep.model import JobId, JobSpec, NodeId, Phase, Rank, Sign
 from keepstep.orchestrator import brain, events, state
+from keepstep.orchestrator.copies import copy_of
+from keepstep.orchestrator.snapshots import Texts
 
 NODES = 12_500
 SLOTS = 8
@@ -195,6 +203,30 @@ def memory() -> dict[str, float]:
     return {"early_bytes": early, "late_bytes": late, "grew_bytes": late - early}
 
 
+def snapshots() -> dict[str, float]:
+    """Milliseconds of CPU, medians: the text of a snapshot, and a copy of the state."""
+    rig = Rig(SIZES[-1])
+    took: dict[str, list[float]] = {}
+
+    def timed(name: str, act: Callable[[state.Cluster], object]) -> object:
+        began = time.process_time()
+        result = act(rig.cluster)
+        took.setdefault(name, []).append((time.process_time() - began) * 1e3)
+        return result
+
+    for i in range(REPEATS):
+        gc.collect()
+        texts = Texts()
+        timed("first_ms", texts.of)
+        rig.incident((i * 37) % SIZES[-1])
+        text = timed("again_ms", texts.of)
+        whole = timed("whole_ms", lambda it: codec.dumps(state.to_plain(it)).decode())
+        assert text == whole
+        timed("copy_ms", copy_of)
+        timed("copy_by_json_ms", lambda it: state.from_plain(state.to_plain(it)))
+    return {name: statistics.median(each) for name, each in took.items()}
+
+
 def main() -> int:
     heads = ("fault", "plan", "resume", "decisions", "best", "reports")
     print(f"{'ranks':>14} " + " ".join(f"{head:>9}" for head in heads))
@@ -213,6 +245,7 @@ def main() -> int:
     held = memory()
     growth = median["16384"] / median["1024"]
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    kept = snapshots()
     slowest = max(median["16384"], median[SHARDED])
     good = slowest < LIMIT_MS and growth <= GROWTH_MAX and held["grew_bytes"] <= GREW_BYTES_MAX
     path = record.keep(
@@ -222,12 +255,18 @@ def main() -> int:
             "median_ms": median,
             "best_ms": best,
             "growth": growth,
+            "snapshots": kept,
             "memory": held,
             "peak_rss_mb": peak_mb,
             "holds": good,
         },
     )
     print(f"raw: {path.name}; peak memory {peak_mb:.0f} MB")
+    print(
+        f"the text of a snapshot of {NODES:,} nodes: {kept['first_ms']:.0f} ms, after an incident "
+        f"{kept['again_ms']:.0f} (made anew {kept['whole_ms']:.0f}); a copy "
+        f"{kept['copy_ms']:.0f} ms (through JSON {kept['copy_by_json_ms']:.0f})"
+    )
     print(
         f"16,384 ranks: {median['16384']:.1f} ms CPU from decision to orders, "
         f"{median[SHARDED]:.1f} ms with 2,048 shards (limit {LIMIT_MS:g}), "

@@ -9,6 +9,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from keepstep import codec
 from keepstep.chaos.fleet_journal import MemoryJournal
 from keepstep.errors import Deposed, Permanent
 from keepstep.model import JobId, Term
@@ -29,6 +30,10 @@ Open = Callable[[], Journal]
 """Opens the same journal again, as another process would."""
 
 A, B = JobId("a"), JobId("b")
+
+
+def text(plain: object) -> str:
+    return codec.dumps(plain).decode()
 
 
 class Store:
@@ -132,7 +137,7 @@ def test_an_older_term_is_deposed_and_writes_nothing(reopen: Open):
     with pytest.raises(Deposed, match="term 2 leads"):
         old.append(before.term, before.head, [entry("late", A)])
     with pytest.raises(Deposed):
-        old.snapshot(before.term, before.head, {}, 0)
+        old.snapshot(before.term, before.head, text({}), 0)
     assert reopen().load().entries == ()
 
 
@@ -181,7 +186,7 @@ def test_a_restart_reads_the_snapshot_and_only_what_came_after(reopen: Open):
     journal = reopen()
     now = journal.begin_term()
     now = journal.append(now.term, now.head, [entry("one"), entry("two", A)])
-    now = journal.snapshot(now.term, now.head, {"count": 2}, now.seq)
+    now = journal.snapshot(now.term, now.head, text({"count": 2}), now.seq)
     now = journal.append(now.term, now.head, [entry("three", A)])
     loaded = reopen().load()
     assert (loaded.snapshot, loaded.at_seq) == ({"count": 2}, 2)
@@ -214,10 +219,10 @@ def test_an_append_of_nothing_changes_nothing_and_is_refused_to_a_deposed_writer
 def test_only_the_newest_snapshots_and_the_first_are_kept(durable: Store):
     journal = durable()
     now = journal.begin_term()
-    now = journal.snapshot(now.term, now.head, {"count": 0}, 0)
+    now = journal.snapshot(now.term, now.head, text({"count": 0}), 0)
     for count in range(1, 5):
         now = journal.append(now.term, now.head, [entry(str(count), A)])
-        now = journal.snapshot(now.term, now.head, {"count": count}, now.seq)
+        now = journal.snapshot(now.term, now.head, text({"count": count}), now.seq)
     for seq, left in ((4, 3), (3, 0)):
         durable.tamper(f"UPDATE snapshots SET body = 'null' WHERE seq = {seq}")
         loaded = durable().load()
@@ -232,7 +237,7 @@ def test_a_file_and_a_database_make_the_same_chains(tmp_path: Path, postgres: Po
     for journal in (SqliteJournal(tmp_path / "journal.db"), PostgresJournal(postgres.database())):
         now = journal.begin_term()
         now = journal.append(now.term, now.head, [entry("one", A), entry("two")])
-        now = journal.snapshot(now.term, now.head, {"ö": [1.5, None, "\0"]}, now.seq)
+        now = journal.snapshot(now.term, now.head, text({"ö": [1.5, None, "\0"]}), now.seq)
         now = journal.append(now.term, now.head, [entry("three", B, A), entry("four", A)])
         lines = [line for chain in (CLUSTER, A, B) for line in json_lines(journal.export(chain))]
         stood.append((now.seq, now.head, now.jobs, lines, journal.load()))
@@ -268,7 +273,7 @@ def test_a_changed_snapshot_is_not_used(durable: Store):
     journal = durable()
     now = journal.begin_term()
     now = journal.append(now.term, now.head, [entry("one")])
-    journal.snapshot(now.term, now.head, {"count": 1}, now.seq)
+    journal.snapshot(now.term, now.head, text({"count": 1}), now.seq)
     durable.tamper("UPDATE snapshots SET body = '{\"count\":9}'")
     loaded = journal.load()
     assert loaded.snapshot is None

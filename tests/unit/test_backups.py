@@ -14,7 +14,7 @@ from keepstep.model import JobId
 from keepstep.orchestrator import backups, events, state
 from keepstep.orchestrator.journal import Entry, verify
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
-from keepstep.orchestrator.replaying import snapshot_of
+from keepstep.orchestrator.snapshots import body_of
 
 
 def tick(now: float) -> Entry:
@@ -26,8 +26,8 @@ def live(tmp_path: Path) -> Iterator[SqliteJournal]:
     """A journal that an orchestrator has open."""
     journal = SqliteJournal(tmp_path / "journal.db")
     standing = journal.begin_term()
-    plain = snapshot_of(state.new_cluster("secret"), 0.0)
-    standing = journal.snapshot(standing.term, standing.head, plain, 0)
+    body = body_of(state.new_cluster("secret"), 0.0)
+    standing = journal.snapshot(standing.term, standing.head, body, 0)
     journal.append(standing.term, standing.head, [tick(1.0), tick(2.0)])
     yield journal
     journal.close()

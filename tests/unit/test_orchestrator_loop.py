@@ -26,7 +26,7 @@ from keepstep.model import (
     Rank,
     Sign,
 )
-from keepstep.orchestrator import brain, events, outages, run, state
+from keepstep.orchestrator import brain, events, outages, run, snapshots, state
 from keepstep.orchestrator.journal import Standing, verify
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.run import Orchestrator
@@ -260,11 +260,11 @@ def test_a_strangers_report_next_to_others_is_not_kept_with_them(scene: Scene):
 def test_a_snapshot_is_due_by_what_a_replay_has_to_step_through(tmp_path: Path):
     scene = Scene(tmp_path, OrchestratorConfig(snapshot_entries=10))
     scene.feed(*reports_of_a_start(scene, *(f"n{i}" for i in range(1, 12))))
-    assert scene.loop._since_snapshot > scene.loop._standing.seq
+    assert scene.loop._snapshots.grown > scene.loop._standing.seq
     replayed, _ = scene.loop._restore(), scene.loop._snapshot_if_due()
     assert state.fingerprint(replayed[0]) == scene.print()
-    assert scene.loop._snapshot_seq == scene.loop._standing.seq
-    assert scene.loop._since_snapshot == 0
+    assert scene.loop._snapshots.seq == scene.loop._standing.seq
+    assert scene.loop._snapshots.grown == 0
     scene.journal.close()
 
 
@@ -466,11 +466,11 @@ def test_a_snapshot_that_cannot_be_written_stops_no_decision(tmp_path: Path):
     scene.happened.clear()
     until_written(scene, replace(HELLO, node=NodeId("n1")))
     assert scene.happened == ["on disk"], "and is not tried again at once"
-    scene.clock.advance_to(scene.clock.now() + run.SNAPSHOT_AGAIN_SECONDS)
+    scene.clock.advance_to(scene.clock.now() + snapshots.AGAIN_SECONDS)
     until_written(scene)
     assert scene.happened == ["on disk", "renewed", "no room"]
     scene.journal.full = False
-    scene.clock.advance_to(scene.clock.now() + run.SNAPSHOT_AGAIN_SECONDS)
+    scene.clock.advance_to(scene.clock.now() + snapshots.AGAIN_SECONDS)
     until_written(scene)
     assert scene.logged[-1] == "journal.snapshot"
     assert scene.logged.count("journal.snapshot_failed") == 2

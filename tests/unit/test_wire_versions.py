@@ -40,7 +40,7 @@ from keepstep.model import (
 from keepstep.orchestrator import events, replica, state
 from keepstep.orchestrator.journal import CLUSTER, Loaded, verify
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
-from keepstep.orchestrator.replaying import snapshot_of
+from keepstep.orchestrator.snapshots import body_of
 
 V1 = Path(__file__).resolve().parents[1] / "wire" / "v1"
 TABLE = json.loads((V1 / "table.json").read_text(encoding="utf-8"))
@@ -361,14 +361,14 @@ def test_all_of_it_replays_from_its_first_snapshot(journal: SqliteJournal):
 def test_it_goes_on_in_this_version_and_is_read_again(journal: SqliteJournal):
     found = replica.of(journal.load())
     standing = journal.begin_term()
-    plain = snapshot_of(found.cluster, found.moment)
-    journal.snapshot(standing.term, standing.head, plain, standing.seq)
+    body = body_of(found.cluster, found.moment)
+    journal.snapshot(standing.term, standing.head, body, standing.seq)
     again = replica.of(journal.load())
     assert state.fingerprint(again.cluster) == state.fingerprint(found.cluster)
 
 
 def test_a_journal_of_a_later_version_is_refused_with_a_sentence():
-    later = {**snapshot_of(state.new_cluster("s"), 1.0), "v": events.VERSION + 1}
+    later = {**json.loads(body_of(state.new_cluster("s"), 1.0)), "v": events.VERSION + 1}
     with pytest.raises(ConfigError, match=r"newer Keepstep.*install that release here"):
         replica.of(Loaded(later, 0, ()))
     told = {**events.to_plain(events.Tick()), "v": events.VERSION + 1}
@@ -382,7 +382,7 @@ def test_a_simulated_leader_writes_its_version_and_refuses_a_later_one():
     snapshot = journal.load().snapshot
     assert snapshot["v"] == events.VERSION
     standing = journal.begin_term()
-    later = {**snapshot, "v": events.VERSION + 1}
+    later = codec.dumps({**snapshot, "v": events.VERSION + 1}).decode()
     journal.snapshot(standing.term, standing.head, later, standing.seq)
     with pytest.raises(ConfigError, match="newer Keepstep"):
         Leader(journal, 0.0, 0.0, lambda _: None)

@@ -62,10 +62,9 @@ class MemoryJournal:
         self.appended += len(entries)
         return Standing(term, growth.seq, self._heads.get(CLUSTER, START)[1], growth.jobs)
 
-    def snapshot(self, term: Term, expected_head: str, state: Any, at_seq: int) -> Standing:
+    def snapshot(self, term: Term, expected_head: str, body: str, at_seq: int) -> Standing:
         self._check(term, expected_head)
         assert at_seq <= self._seq, "a snapshot of entries that are not there yet"
-        body = codec.dumps(state).decode()
         growth = grow_by_snapshot(at_seq, body, self._seq, self._heads.get(CLUSTER, START))
         self._keep(growth)
         number, head = growth.heads[CLUSTER]

@@ -16,7 +16,7 @@ from keepstep.chaos.fleet_setting import MIGRATIONS_MAX
 from keepstep.chaos.simulated_checks import Violation
 from keepstep.model import NodeId, Term
 from keepstep.orchestrator import brain, events, replica, state
-from keepstep.orchestrator.replaying import snapshot_of
+from keepstep.orchestrator.snapshots import Texts
 from keepstep.orchestrator.stepped import (
     Stepped,
     Waiting,
@@ -26,8 +26,9 @@ from keepstep.orchestrator.stepped import (
     to_be_kept,
 )
 
-SNAPSHOT_ENTRIES = 12_000
-"""Between two snapshots: of 12,500 nodes each takes a fifth of a second, a month has a dozen."""
+SNAPSHOT_ENTRIES_MIN = 2_000
+"""Between two snapshots; of a large fleet as many as it has nodes. Of 12,500 nodes each snapshot
+takes some tenths of a second, and a month has a dozen."""
 
 Done = Callable[[Sequence[Stepped]], None]
 """What the world does with decisions that are on disk."""
@@ -45,6 +46,7 @@ class Leader:
         """The process stands still, between a write and its orders."""
         self.unsent: list[brain.Decision] = []
         self.steps = 0
+        self.texts = Texts()
         self._standing = journal.begin_term()
         found = replica.read(journal)
         if found is None:
@@ -97,7 +99,8 @@ class Leader:
             self.unsent += [done.decision for done in steps]
             return
         self._done(steps)
-        if self._standing.seq - self._snapshot_seq >= SNAPSHOT_ENTRIES and not self._busy():
+        rare = max(SNAPSHOT_ENTRIES_MIN, len(self.cluster.nodes))
+        if self._standing.seq - self._snapshot_seq >= rare and not self._busy():
             self._snapshot(now)
 
     def go_on(self, world_now: float) -> None:
@@ -110,14 +113,17 @@ class Leader:
         return any(self.cluster.jobs[name].migration for name in self.cluster.open_jobs)
 
     def _snapshot(self, now: float) -> None:
-        plain, seq = snapshot_of(self.cluster, now), self._standing.seq
-        self._standing = self._journal.snapshot(self.term, self._standing.head, plain, seq)
+        body, seq = self.texts.body(self.cluster, now), self._standing.seq
+        self._standing = self._journal.snapshot(self.term, self._standing.head, body, seq)
         self._snapshot_seq = seq
 
 
 def same_state(before: Leader, after: Leader) -> None:
     """Who takes over has to know what the one before it knew."""
-    if state.fingerprint(before.cluster) != state.fingerprint(after.cluster):
+    anew = Texts().of(before.cluster)
+    if anew != before.texts.of(before.cluster):
+        raise Violation("texts that a leader kept are not what its state is")
+    if anew != after.texts.of(after.cluster):
         names = [
             name
             for name in before.cluster.jobs

@@ -17,7 +17,8 @@ from typing import Any
 from keepstep import codec
 from keepstep.errors import ConfigError
 from keepstep.model import JobId, Mode, NodeId, Phase, Policy, Rank, Seat, Sign
-from keepstep.orchestrator import brain, budgets, lending, nodes, observe, placing, state
+from keepstep.orchestrator import brain, budgets, lending, nodes, observe, placing
+from keepstep.orchestrator.copies import copy_of
 from keepstep.orchestrator.events import DrainAsked
 from keepstep.orchestrator.incidents import died
 from keepstep.orchestrator.remedies import remedies
@@ -77,7 +78,7 @@ def forecast(
     before = cluster.jobs[name]
     if before.roster is None or before.state.over:
         raise ConfigError(f"{name} does not run: nothing can happen to it; see `keepstep status`")
-    copy = state.from_plain(state.to_plain(cluster))
+    copy = copy_of(cluster)
     copy.frozen = ""
     job = copy.jobs[name]
     job.spec = replace(job.spec, policy=replace(job.spec.policy, mode=Mode.ACT))

@@ -115,8 +115,9 @@ class Journal(Protocol):
         """All the entries or none, on disk when this returns. Of none, it is the proof that this
         term still leads, and makes its lease longer."""
 
-    def snapshot(self, term: Term, expected_head: str, state: Any, at_seq: int) -> Standing:
-        """Keep the state as it was after the entry `at_seq`; its digest joins the cluster chain."""
+    def snapshot(self, term: Term, expected_head: str, body: str, at_seq: int) -> Standing:
+        """Keep the state as it was after the entry `at_seq`, as canonical JSON; its digest joins
+        the cluster chain."""
 
     def load(self) -> Loaded:
         """What a restart needs, and no more."""
@@ -217,6 +218,17 @@ def snapshot_link(at_seq: int, body: str) -> str:
     """What the cluster chain says of a snapshot."""
     digest = hashlib.sha256(body.encode()).hexdigest()
     return codec.dumps({"seq": at_seq, "snapshot": digest}).decode()
+
+
+def keeping(standing: Standing, silent_seconds: float, snapshot_seq: int) -> dict[str, Any]:
+    """How a journal fares, for people."""
+    return {
+        "written_seconds_ago": round(silent_seconds, 3),
+        "seq": standing.seq,
+        "snapshot_seq": snapshot_seq,
+        "term": standing.term,
+        "lease_seconds": standing.lease_seconds,
+    }
 
 
 def link_hash(previous: str, body: str) -> str:

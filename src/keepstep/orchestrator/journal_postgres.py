@@ -190,8 +190,7 @@ class PostgresJournal:
 
         return self._write(term, expected_head, growth_on, send, BRIEF_SECONDS_MAX)
 
-    def snapshot(self, term: Term, expected_head: str, state: Any, at_seq: int) -> Standing:
-        body = codec.dumps(state).decode()
+    def snapshot(self, term: Term, expected_head: str, body: str, at_seq: int) -> Standing:
         seconds = min(len(body) / SNAPSHOT_BYTES_PER_SECOND, CALL_SECONDS_MAX)
         if seconds > self._lease / 4:
             # On its way for longer than a lease, it would depose its own writer, and then the next

@@ -98,8 +98,7 @@ class SqliteJournal:
         _, head = growth.heads.get(CLUSTER, heads[CLUSTER])
         return Standing(term, growth.seq, head, growth.jobs)
 
-    def snapshot(self, term: Term, expected_head: str, state: Any, at_seq: int) -> Standing:
-        body = codec.dumps(state).decode()
+    def snapshot(self, term: Term, expected_head: str, body: str, at_seq: int) -> Standing:
         with _Transaction(self._connection):
             seq = self._check(term, expected_head)
             assert at_seq <= seq, "a snapshot of entries that are not there yet"

@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep.model import JobId, JobState, Mode
-from keepstep.orchestrator import launch, migration, policy, state
+from keepstep.orchestrator import launch, migration, policy
+from keepstep.orchestrator.copies import copy_of
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import CAUSES_MAX, Cluster, Job
 from keepstep.orchestrator.turn import Turn
@@ -45,7 +46,7 @@ def tick(turn: Turn, job: Job) -> None:
 
 def foresee(cluster: Cluster, name: JobId, found: Fault, now: float) -> tuple[str, ...]:
     """What the brain would say to a fault if it acted, once those to be killed are dead."""
-    copy = state.from_plain(state.to_plain(cluster))
+    copy = copy_of(cluster)
     job = copy.jobs[name]
     job.spec = replace(job.spec, policy=replace(job.spec.policy, mode=Mode.ACT))
     copy.frozen = ""

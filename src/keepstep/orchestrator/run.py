@@ -43,7 +43,8 @@ from keepstep.orchestrator import (
     ticking,
     view,
 )
-from keepstep.orchestrator.journal import Journal, Standing
+from keepstep.orchestrator.copies import copy_of
+from keepstep.orchestrator.journal import Journal, Standing, keeping
 from keepstep.orchestrator.liveness import (
     Liveness,
     beat_seconds,
@@ -52,7 +53,7 @@ from keepstep.orchestrator.liveness import (
     quiet_nodes,
 )
 from keepstep.orchestrator.pulses import Frames, spread
-from keepstep.orchestrator.replaying import keeping, snapshot_due, snapshot_of
+from keepstep.orchestrator.snapshots import Snapshots
 from keepstep.orchestrator.stepped import (
     Stepped,
     Told,
@@ -72,8 +73,6 @@ REREADS_MAX = 100
 """Steps that may fail in one term, each answered by reading the journal again, before we leave."""
 SLICE_SECONDS_MAX = 0.1
 JOURNAL_AWAY = "the journal was away"
-SNAPSHOT_AGAIN_SECONDS = 60.0
-"""Between two attempts at a snapshot that the journal could not take."""
 
 Log = Callable[..., None]
 """log("order.sent", job=…, why=…): events, not prose."""
@@ -106,7 +105,7 @@ class Orchestrator:
         """A step failed half-way: the state has to be read from the journal before the next."""
         self._leave: Permanent | None = None  # Why we lead no longer than the present batch.
         self._written_at, self._away = 0.0, False  # The journal, when we last tried to write.
-        self._snapshot_seq, self._since_snapshot, self._snapshot_again_at = 0, 0, 0.0
+        self._snapshots = Snapshots(config.snapshot_entries)
         self._tick_waiting, self._tick_due = False, clock.monotonic()
         self.heeded: dict[NodeId, float] = {}  # Whose word made a leader here step down, and when.
         self._rereads = 0
@@ -161,8 +160,7 @@ class Orchestrator:
 
     def consider(self, event: events.Event) -> brain.Decision:
         """What an event would lead to now, on a copy: nothing is changed and nobody is told."""
-        copy = state.from_plain(state.to_plain(self.cluster))
-        return brain.step(copy, event, self.now())
+        return brain.step(copy_of(self.cluster), event, self.now())
 
     def picture(self) -> dict[str, Any]:
         """The cluster for people: the brain's own view, and what only heartbeats know."""
@@ -176,7 +174,7 @@ class Orchestrator:
     def keeping(self) -> dict[str, Any]:
         """How the journal fares, as its writer sees it."""
         silent = self._clock.monotonic() - self._written_at
-        told = keeping(self._standing, silent, self._snapshot_seq)
+        told = keeping(self._standing, silent, self._snapshots.seq)
         return {"away": self._away, **told}
 
     # ---------------------------------------------------------------- restore
@@ -191,7 +189,7 @@ class Orchestrator:
             cluster, moment = state.new_cluster(secrets.token_hex(16)), 0.0
             self._write_snapshot(cluster, 0, moment)
             return cluster, moment
-        self._snapshot_seq, self._since_snapshot = found.snapshot_seq, found.replayed
+        self._snapshots.wrote(found.snapshot_seq, found.replayed)
         self._log("journal.replayed", snapshot_seq=found.snapshot_seq, events=found.replayed)
         return found.cluster, found.moment
 
@@ -326,7 +324,7 @@ class Orchestrator:
         if entries:
             self._wrote(self._journal.append(self.term, self._standing.head, entries))
             self._hurried.set()
-            self._since_snapshot += sum(done.weight for done in steps)
+            self._snapshots.grown += sum(done.weight for done in steps)
         self._steps = []
         for done in steps:
             for phase in view.phases(self.cluster, done.jobs).values():
@@ -364,20 +362,18 @@ class Orchestrator:
         self._told.tell(records)
 
     def _snapshot_if_due(self) -> None:
-        due = snapshot_due(self.cluster, self._since_snapshot, self._config.snapshot_entries)
-        if not due or self._clock.monotonic() < self._snapshot_again_at:
+        if not self._snapshots.prepared(self.cluster, self._clock.monotonic()):
             return
         try:
             self._write_snapshot(self.cluster, self._standing.seq, self.now())
         except Transient as error:
-            # It only shortens a replay: decisions must not wait for it.
-            self._snapshot_again_at = self._clock.monotonic() + SNAPSHOT_AGAIN_SECONDS
+            self._snapshots.failed(self._clock.monotonic())
             self._log("journal.snapshot_failed", why=str(error))
 
     def _write_snapshot(self, cluster: state.Cluster, seq: int, now: float) -> None:
-        plain = snapshot_of(cluster, now)
-        self._wrote(self._journal.snapshot(self.term, self._standing.head, plain, seq))
-        self._snapshot_seq, self._since_snapshot = seq, 0
+        body = self._snapshots.texts.body(cluster, now)
+        self._wrote(self._journal.snapshot(self.term, self._standing.head, body, seq))
+        self._snapshots.wrote(seq)
         self._log("journal.snapshot", seq=seq)
 
     # ---------------------------------------------------------------- our own clock
