@@ -27,6 +27,22 @@ def test_killed_ranks_of_a_full_shard_job_are_rebuilt(tmp_path: Path, reference:
     check(tmp_path, reference("fsdp"), last)
 
 
+def test_a_mirror_that_dies_within_a_piece_of_a_capsule_is_replaced(
+    tmp_path: Path, reference: Any
+) -> None:
+    """And its ward, which dies next, comes back from the new one."""
+    with Sharded(tmp_path, "fsdp", level=2) as job:
+        job.wait_ready(2)
+        job.wait_step(0, 21)
+        for generation, (rank, point) in enumerate(((2, "piece"), (1, "backward"))):
+            job.wait_ready(1)
+            job.arm(rank, point)
+            job.wait_moved(generation + 2)
+        last = job.finish()
+        assert job.outcomes() == ["resumed"] * 2
+    check(tmp_path, reference("fsdp"), last)
+
+
 FLIP = """
 import ctypes
 from pathlib import Path

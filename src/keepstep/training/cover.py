@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,8 +233,12 @@ def _announced(boundary: int, length: int, room: memoryview | None) -> Room:
 class Keeping:
     """This rank's side as the mirror of another one."""
 
-    def __init__(self, room: Path, rank: int) -> None:
+    def __init__(
+        self, room: Path, rank: int, reach: Callable[[str], None] = lambda point: None
+    ) -> None:
+        """`reach` is told where a campaign may strike."""
         self.path = kept_path(room, rank)
+        self._reach = reach
         self.kept: Kept | None = None
         self.newest = -1
         """The boundary that it has to lead to; -1 if its owner left a hole."""
@@ -273,6 +277,7 @@ class Keeping:
         *_, boundary, size, first, length, _ = RECORD.unpack_from(raw, 0)
         room = self._room_for_piece(boundary, size, first, length) if length else None
         if length:
+            self._reach("piece")
             exchange.take(_announced(boundary, length, room))
         if kept is None or self.kept is None:
             return

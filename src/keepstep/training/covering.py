@@ -143,7 +143,7 @@ class Covering:
         at, raw = self._exchange.take(lambda _, length: memoryview(bytearray(length)))
         if at != boundary:
             raise Permanent(f"a capsule of boundary {at} came for {boundary}")
-        keeping = Keeping(self._keeper.place.room, ward)
+        keeping = Keeping(self._keeper.place.room, ward, self._keeper.reach)
         if why := keeping.renew(Sizes(*theirs["need"]), boundary, raw):
             self._keeper.uncovered.no_room(ward, why)
         self._ward = _Ward(ward, keeping)
