@@ -14,32 +14,26 @@ __all__ = ["reference"]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
-def test_killed_ranks_of_a_full_shard_job_are_rebuilt(tmp_path: Path, reference: Any) -> None:
-    with Sharded(tmp_path, "fsdp", level=2) as job:
-        job.wait_ready(2)
-        job.wait_step(0, 21)
-        for generation, (rank, point) in enumerate(((1, "backward"), (2, "voted"), (3, "mirror"))):
-            job.wait_ready(1)
-            job.arm(rank, point)
-            job.wait_moved(generation + 2)
-        last = job.finish()
-        assert job.outcomes() == ["resumed"] * 3
-    check(tmp_path, reference("fsdp"), last)
-
-
-def test_a_mirror_that_dies_within_a_piece_of_a_capsule_is_replaced(
-    tmp_path: Path, reference: Any
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ((1, "backward"), (2, "voted"), (3, "mirror")),
+        # A mirror within a piece of a capsule; then its ward, which comes back from the new one.
+        ((2, "piece"), (1, "backward")),
+    ],
+)
+def test_killed_ranks_of_a_full_shard_job_are_rebuilt(
+    tmp_path: Path, reference: Any, kills: tuple[tuple[int, str], ...]
 ) -> None:
-    """And its ward, which dies next, comes back from the new one."""
     with Sharded(tmp_path, "fsdp", level=2) as job:
         job.wait_ready(2)
         job.wait_step(0, 21)
-        for generation, (rank, point) in enumerate(((2, "piece"), (1, "backward"))):
+        for generation, (rank, point) in enumerate(kills):
             job.wait_ready(1)
             job.arm(rank, point)
             job.wait_moved(generation + 2)
         last = job.finish()
-        assert job.outcomes() == ["resumed"] * 2
+        assert job.outcomes() == ["resumed"] * len(kills)
     check(tmp_path, reference("fsdp"), last)
 
 

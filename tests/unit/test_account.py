@@ -103,7 +103,7 @@ def any_line(draw: Any) -> dict[str, Any]:
     st.lists(any_line(), max_size=30),
     st.integers(0, 300),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_classes_sum_to_the_total_for_any_journal(
     bodies: list[dict[str, Any]], lines: list[dict[str, Any]], until: int
 ) -> None:

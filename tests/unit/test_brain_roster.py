@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.model import Generation, JobId, NodeId, Rank, Roster, Seat
@@ -17,7 +17,6 @@ def collisions(nodes: list[NodeId], stride: int) -> int:
     return sum(nodes[r] == nodes[(r + stride) % len(nodes)] for r in range(len(nodes)))
 
 
-@settings(deadline=None)
 @given(nodes_of_ranks)
 def test_the_stride_is_the_smallest_that_keeps_a_rank_and_its_mirror_apart(nodes):
     stride = roster.mirror_stride(nodes)
@@ -59,7 +58,6 @@ def test_labels_decide_where_mirrors_are():
     assert made.mirror_stride == 2, "neighbours have racks of their own, and one switch"
 
 
-@settings(deadline=None)
 @given(st.integers(2, 6), st.integers(1, 8))
 def test_block_placement_always_has_a_stride_without_collisions(nodes, each):
     placed = [NodeId(f"n{rank // each}") for rank in range(nodes * each)]
@@ -81,7 +79,6 @@ def quiesced(draw):
     return seats, reports
 
 
-@settings(deadline=None)
 @given(quiesced())
 def test_only_intact_ranks_of_a_strict_majority_win(case):
     _, reports = case
@@ -96,7 +93,6 @@ def test_only_intact_ranks_of_a_strict_majority_win(case):
     assert {*winners, *verdict.corrupt} == {r.rank for r in holders}
 
 
-@settings(deadline=None)
 @given(quiesced())
 def test_everybody_who_did_not_win_receives_from_winners_only(case):
     seats, reports = case
@@ -112,7 +108,6 @@ def test_everybody_who_did_not_win_receives_from_winners_only(case):
         assert len(set(move.sources)) == len(move.sources)
 
 
-@settings(deadline=None)
 @given(quiesced())
 def test_the_last_home_of_a_boundary_is_never_received_into_in_place(case):
     """An older whole state is overwritten only when two nodes hold the newer one."""
@@ -133,7 +128,6 @@ def test_the_last_home_of_a_boundary_is_never_received_into_in_place(case):
         homes |= {seats[move.target].node for move in now}
 
 
-@settings(deadline=None)
 @given(quiesced(), st.sets(st.integers(0, 11)))
 def test_suspected_sources_are_used_only_when_no_other_is_left_and_then_alone(case, suspected):
     seats, reports = case

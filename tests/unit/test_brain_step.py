@@ -90,7 +90,6 @@ def test_an_unknown_event_is_refused():
         events.from_plain({"kind": "Shutdown", "body": {}})
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(EVENTS), max_size=30))
 def test_any_order_of_events_is_survived_and_replays_to_the_same_state(sequence):
     cluster = state.new_cluster("test")
@@ -149,7 +148,6 @@ def test_a_tainted_device_is_never_chosen():
     assert choice.node != "n2"
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, 7)))
 def test_whatever_is_tainted_the_choice_is_not(tainted):
     cluster = running(nodes=3, spare_count=0, extra=1)
@@ -168,7 +166,7 @@ def test_a_standby_is_kept_on_a_node_without_ranks():
     assert homes == {"n2", "n3"}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(

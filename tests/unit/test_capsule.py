@@ -34,7 +34,7 @@ def test_the_function_has_the_name_that_goes_over_the_wire():
 
 
 @given(size=SIZES, data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_single_flipped_bit_changes_the_digest(size, data):
     raw = some_bytes(size)
     before = digest(raw)
@@ -44,7 +44,7 @@ def test_any_single_flipped_bit_changes_the_digest(size, data):
 
 
 @given(sizes=st.lists(SIZES | st.just(0), max_size=6), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_single_flipped_bit_in_any_of_many_changes_their_digest(sizes, data):
     whole = some_bytes(sum(sizes))
     before = lanes.digest_joined(whole.split(sizes))
@@ -67,7 +67,7 @@ def test_a_digest_of_many_knows_which_is_which_and_stays_what_it_is():
 
 
 @given(size=SIZES, extra=st.integers(1, 17))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_zeros_at_the_end_change_the_digest(size, extra):
     raw = some_bytes(size)
     assert digest(torch.cat([raw, torch.zeros(extra, dtype=torch.uint8)])) != digest(raw)
@@ -88,7 +88,7 @@ def test_two_values_exchanged_between_rows_of_a_lane_change_the_digest(rows, one
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_two_exchanged_words_change_the_digest(data):
     words = torch.zeros(3 * lanes.LANES + 100, dtype=torch.float32)
     i, j = data.draw(
@@ -134,7 +134,7 @@ def test_an_odd_byte_offset_does_not_matter():
 
 
 @given(pieces=st.integers(1, 4), rest=st.integers(0, ROW - 1))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_running_digest_equals_the_digest_of_the_whole(pieces, rest):
     raw = some_bytes(pieces * 2 * ROW + rest)
     running = Digester(raw.numel())

@@ -134,7 +134,7 @@ def rebuild(kept: Kept, boundary: int) -> list[bytes]:
     return fresh.content()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(steps=st.integers(2, 40), capsule_steps=st.integers(1, 8))
 def test_every_boundary_in_reach_is_rebuilt_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, steps: int, capsule_steps: int

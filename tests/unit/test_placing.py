@@ -93,7 +93,7 @@ def test_nobody_moves_along_if_nobody_would_be_left():
     assert placing.companions(search(cluster), [0]) == set()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     tainted=st.sets(st.integers(0, 15)),
     gone=st.sets(st.integers(0, 5), min_size=1, max_size=5),

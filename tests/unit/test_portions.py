@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep import portion
@@ -54,7 +54,6 @@ def judged(case) -> roster.Verdict:
     return roster.judge(reports, len(reports), names)
 
 
-@settings(deadline=None)
 @given(quiesced())
 def test_each_portion_is_won_by_a_strict_majority_of_its_holders_at_the_boundary(case):
     _, reports, names = case
@@ -76,7 +75,6 @@ def most(reports: list[SeatReport], name: str) -> int:
     return max(map(found.count, found), default=0)
 
 
-@settings(deadline=None)
 @given(quiesced())
 def test_who_did_not_win_a_portion_receives_it_once_and_from_winners_only(case):
     seats, reports, names = case
@@ -96,7 +94,6 @@ def test_who_did_not_win_a_portion_receives_it_once_and_from_winners_only(case):
             assert len(move.sources) <= roster.SOURCES_PER_MOVE_MAX
 
 
-@settings(deadline=None)
 @given(quiesced())
 def test_no_last_home_of_a_portion_is_received_into_in_place(case):
     """Older whole state is overwritten once two nodes hold the newer, a winner's never."""
@@ -125,7 +122,6 @@ def safe(name: str, moves: tuple[Move, ...], homes: dict[str, set[NodeId]], seat
     return len(homes[name]) > 1 or not wanted - homes[name]
 
 
-@settings(deadline=None)
 @given(quiesced())
 def test_ranks_that_walk_the_list_one_move_after_another_never_wait_in_a_circle(case):
     seats, reports, _ = case
@@ -144,7 +140,6 @@ def test_ranks_that_walk_the_list_one_move_after_another_never_wait_in_a_circle(
                 queues[rank].remove(move)
 
 
-@settings(deadline=None)
 @given(quiesced(), st.sets(st.integers(0, 15)))
 def test_each_portion_has_one_writer_that_holds_it(case, suspected):
     verdict = judged(case)

@@ -27,7 +27,7 @@ def heard(bodies: tuple[dict[str, Any], ...]) -> ToDate:
 
 
 @given(st.lists(any_entry(), min_size=1, max_size=30), st.integers(0, 300))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_it_is_what_the_whole_chain_says(bodies: list[dict[str, Any]], until: int) -> None:
     # A chain begins with a submission.
     bodies[0]["entry"]["event"]["kind"] = "Submitted"

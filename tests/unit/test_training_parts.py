@@ -67,7 +67,7 @@ def drain(cursor: Cursor) -> list[list[int]]:
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_cursor_that_seeks_goes_on_where_the_other_stood(
     batch: int, accumulate: int, passes: int, data: st.DataObject
 ) -> None:
@@ -83,7 +83,7 @@ def test_a_cursor_that_seeks_goes_on_where_the_other_stood(
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_was_foreseen_changes_no_batch_wherever_the_boundary_is(
     batch: int, accumulate: int, passes: int, data: st.DataObject
 ) -> None:

@@ -93,7 +93,7 @@ def test_the_test_vectors_of_rfc_8032(seed: str, public: str, message: str, sign
 
 
 @given(st.binary(max_size=64), st.integers(0, 511), st.binary(min_size=32, max_size=32))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_signature_with_one_bit_changed_is_none(message: bytes, bit: int, seed: bytes) -> None:
     signer = signing.signer(seed)
     raw = bytearray.fromhex(signer.sign(message))
