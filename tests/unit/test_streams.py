@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
+
 from keepstep import wire
 from keepstep.agent.stream import Stream
 from keepstep.clock import RealClock
@@ -307,6 +309,43 @@ def test_an_agent_leaves_an_orchestrator_with_which_it_has_no_version_in_common(
     heard, why = talk("Keepstep-Wire: 3-4\r\n", [HELLO])
     assert heard == []
     assert "upgrade this side first" in why
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_an_agent_that_is_told_to_leave_while_a_message_comes_in_leaves(monkeypatch, turns: int):
+    """Whatever turn of the loop the two are apart: the one does not hide the other."""
+    arrived: list[asyncio.Future[wire.Message]] = []
+    left = asyncio.Event()
+
+    async def read(reader: asyncio.StreamReader) -> wire.Message:
+        arrived.append(asyncio.get_running_loop().create_future())
+        return await arrived[-1]
+
+    async def orchestrator(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 101 Switching Protocols\r\n\r\n")
+        with contextlib.suppress(OSError):
+            await reader.read()
+        writer.close()
+        left.set()
+
+    async def scene() -> None:
+        server = await asyncio.start_server(orchestrator, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        stream = Stream([Endpoint("127.0.0.1", port)], "", list, lambda message: None)
+        talking = asyncio.create_task(stream.run())
+        await until(lambda: arrived)
+        arrived[0].set_result(wire.Refused("a message"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        talking.cancel()
+        done, _ = await asyncio.wait([talking], timeout=5.0)
+        assert done, "it goes on"
+        await left.wait()
+        server.close()
+
+    monkeypatch.setattr("keepstep.agent.stream.wire.read", read)
+    run(scene())
 
 
 def test_pulses_are_spread_and_each_stream_gets_one():

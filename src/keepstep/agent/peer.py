@@ -56,14 +56,15 @@ class Peer:
         try:
             while self._open <= CONNECTIONS_MAX:
                 # Who asks has proved nothing yet: a question is short.
-                asked = wire.read(reader, QUESTION_BYTES_MAX)
-                message = await asyncio.wait_for(asked, IDLE_SECONDS_MAX)
+                async with asyncio.timeout(IDLE_SECONDS_MAX):
+                    message = await wire.read(reader, QUESTION_BYTES_MAX)
                 if isinstance(message, wire.Greet | wire.Word):
                     writer.write(wire.encode(sealed.answer(message)))
                 else:
                     # Nobody says here what they speak, and this has not changed since the oldest.
                     writer.write(wire.encode(self._answer(message), wire.OLDEST))
-                await asyncio.wait_for(writer.drain(), IDLE_SECONDS_MAX)
+                async with asyncio.timeout(IDLE_SECONDS_MAX):
+                    await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             pass
         except (WireError, NotSealed) as error:

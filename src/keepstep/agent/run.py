@@ -141,7 +141,8 @@ class Agent:
             if self.config.host_store:
                 loops.create_task(self.store.run(self.forks))
                 # Without a store the orchestrator could place no rendezvous here.
-                await asyncio.wait_for(self.store.ready.wait(), STORE_SECONDS_MAX)
+                async with asyncio.timeout(STORE_SECONDS_MAX):
+                    await self.store.ready.wait()
             loops.create_task(self.probes.run())
             if self.health is not None:
                 loops.create_task(self.health.run())

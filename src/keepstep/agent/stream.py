@@ -151,19 +151,22 @@ class Stream:
             await asyncio.sleep(known.pause(random.random(), urgent=self._urgent()))
 
     async def _talk(self, endpoint: Endpoint) -> None:
-        reader, writer = await asyncio.wait_for(
-            asyncio.open_connection(endpoint.host, endpoint.port, ssl=self._secure),
-            SILENT_SECONDS_MAX,
-        )
+        async with asyncio.timeout(SILENT_SECONDS_MAX):
+            reader, writer = await asyncio.open_connection(
+                endpoint.host, endpoint.port, ssl=self._secure
+            )
         try:
             _notice_silence(writer)
-            await asyncio.wait_for(self._upgrade(endpoint, reader, writer), SILENT_SECONDS_MAX)
+            async with asyncio.timeout(SILENT_SECONDS_MAX):
+                await self._upgrade(endpoint, reader, writer)
             for message in self._greeting():
                 self._write(writer, message)
             self._writer, self._begun_at = writer, asyncio.get_running_loop().time()
             log.info("stream.connected", host=endpoint.host, port=endpoint.port)
             while True:
-                self._on_message(await asyncio.wait_for(wire.read(reader), SILENT_SECONDS_MAX))
+                async with asyncio.timeout(SILENT_SECONDS_MAX):
+                    message = await wire.read(reader)
+                self._on_message(message)
         finally:
             self._writer = None
             writer.transport.abort()

@@ -234,7 +234,8 @@ class Workers:
         """Collect the witnesses and report the death."""
         record = worker.record
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(worker.exit_code), worker.status_seconds_max)
+            async with asyncio.timeout(worker.status_seconds_max):
+                await asyncio.shield(worker.exit_code)
         code = worker.exit_code.result() if worker.exit_code.done() else UNKNOWN_EXIT_CODE
         words = worker.words or _last_words(self._room.ending_path(record))
         step, generation = _last_progress(self._room.job_room(record.job), record)
@@ -295,7 +296,8 @@ class Workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(record.pid, signal.SIGTERM)
         try:
-            await asyncio.wait_for(worker.gone.wait(), grace_seconds)
+            async with asyncio.timeout(grace_seconds):
+                await worker.gone.wait()
         except TimeoutError:
             await self.fence(worker)
 
