@@ -76,14 +76,14 @@ def _sync(keeper: Keeper, sync: Callable[[], None]) -> None:
             sync()
             # Another optimizer's sync may have broken before.
             keeper.flying, keeper.boundary.unsynced = [], broken_before
-            # The optimizer's own collectives are no stranger's.
-            keeper.uncovered.update_begins(keeper.launched())
     except RuntimeError as error:
         # A tail that moves tensors would move them by parameters that are not in yet.
         moves = keeper.uncovered.tail_moves or keeper.registry.others_hold_tensors()
         if moves or not keeper.is_fault(error):
             raise
         keeper.tell_broken(error)
+    # The optimizer's own collectives are no stranger's, whatever became of them.
+    keeper.uncovered.update_begins(keeper.launched())
     if sabotage.off("phase"):
         keeper.boundary.unsynced = False
 
