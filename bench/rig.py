@@ -19,11 +19,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import keepstep
+from keepstep.agent.offspring import COMMON
 from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan, find_job
 from keepstep.errors import Permanent, Unreachable
 from keepstep.model import JobId, JobSpec
@@ -163,6 +165,8 @@ def running(
     spec: JobSpec, nodes: Sequence[NodePlan], run_dir: Path, plan: ClusterPlan = ClusterPlan()
 ) -> Iterator[Rig]:
     """A cluster with this job on it, from its submission to the end of all processes."""
+    # Each node imports torch by itself, as nodes do.
+    plan = replace(plan, environment={COMMON: "", **plan.environment})
     with LocalCluster(run_dir / "run", nodes, plan) as cluster:
         cluster.wait_nodes()
         cluster.client.submit(spec)

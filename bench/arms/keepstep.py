@@ -23,6 +23,7 @@ from bench import rig
 from bench.arms.arm import ROOT, Processes, environment_of
 from bench.launch import Launch
 from bench.plan import Plan, read
+from keepstep.agent.offspring import COMMON
 from keepstep.cli.cluster import (
     NODES_SECONDS_MAX,
     ClusterPlan,
@@ -97,7 +98,8 @@ class Keepstep:
         spares = min(spec.spares, (len(self.hosts) - taken) * slots)
         self.settings["spares"] = spares
         spec = replace(spec, nodes=taken, ranks_per_node=slots, spares=spares)
-        around = environment_of(plan)
+        # Each host imports torch by itself, as it would alone.
+        around = environment_of(plan, {COMMON: ""})
         # Without the mark: it ends in good order, after everything that bears one.
         unmarked = {name: text for name, text in around.items() if name != launching.MARK}
         ours = address_towards([host.name for host in self.hosts])

@@ -79,8 +79,11 @@ class SmallJob:
         self.cluster.stop()
 
     def logs(self) -> str:
-        found = sorted((self.directory / "logs").rglob("*.log"))
-        return "\n".join(f"== {p.name}\n{p.read_text()[-2000:]}" for p in found)
+        """What the ranks, and then the agents and orchestrators, said last."""
+        ranks = sorted((self.directory / "logs").rglob("*.log"))
+        others = sorted((self.directory / "run").glob("*.log"))
+        said = [(path, 2000) for path in ranks] + [(path, 6000) for path in others]
+        return "\n".join(f"== {path.name}\n{path.read_text()[-last:]}" for path, last in said)
 
     def view(self) -> dict[str, Any]:
         found: dict[str, Any] = self.cluster.client.cluster()["jobs"].get("job", {})

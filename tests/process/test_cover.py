@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from keepstep.training.kept import CAPSULE_STEPS, Kept
 from tests.process.test_sharded import Sharded, check, check_moves, reference
 
-__all__ = ["reference"]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
@@ -23,7 +21,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
     ],
 )
 def test_killed_ranks_of_a_full_shard_job_are_rebuilt(
-    tmp_path: Path, reference: Any, kills: tuple[tuple[int, str], ...]
+    tmp_path: Path, kills: tuple[tuple[int, str], ...]
 ) -> None:
     with Sharded(tmp_path, "fsdp", level=2) as job:
         job.wait_ready(2)
@@ -65,9 +63,7 @@ def flip(job: Sharded, rank: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "what"), [("hsdp", "nan"), ("fsdp", "moment")])
-def test_a_change_at_rest_is_found_before_it_is_used(
-    tmp_path: Path, reference: Any, kind: str, what: str
-) -> None:
+def test_a_change_at_rest_is_found_before_it_is_used(tmp_path: Path, kind: str, what: str) -> None:
     hook = FLIP.replace("{index}", "0").replace("{what}", what)
     with Sharded(tmp_path, kind, level=2, hook=hook, check_steps=1) as job:
         job.wait_ready(2)
@@ -83,9 +79,7 @@ def test_a_change_at_rest_is_found_before_it_is_used(
     check(tmp_path, reference(kind), last)
 
 
-def test_a_flip_in_a_mirror_is_mended_before_its_owner_is_lost(
-    tmp_path: Path, reference: Any
-) -> None:
+def test_a_flip_in_a_mirror_is_mended_before_its_owner_is_lost(tmp_path: Path) -> None:
     with Sharded(tmp_path, "fsdp", level=2, check_steps=1) as job:
         job.wait_ready(2)
         job.wait_step(0, 8)
@@ -135,5 +129,5 @@ def test_of_four_replicas_the_wrong_one_is_named_and_of_two_nobody(
     assert (cause["rank"], len(taints)) == ((2, 1) if outcome == "resumed" else (-1, 0))
 
 
-def test_a_rank_of_a_full_shard_job_moves_while_all_is_well(tmp_path: Path, reference: Any) -> None:
-    check_moves(tmp_path, reference, "fsdp")
+def test_a_rank_of_a_full_shard_job_moves_while_all_is_well(tmp_path: Path) -> None:
+    check_moves(tmp_path, "fsdp")

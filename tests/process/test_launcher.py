@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.agent.offspring import COMMON
 from keepstep.cli.cluster import (
     ORCHESTRATOR,
     LocalCluster,
@@ -101,7 +102,8 @@ class Launched:
                     *("--run-dir", str(self.run_dir), "--nproc-per-node", "2", *line),
                 ),
                 cwd=here,
-                env={**os.environ, "PYTHONPATH": str(SRC)},
+                # As for users: nobody has imported anything for it.
+                env={**os.environ, COMMON: "", "PYTHONPATH": str(SRC)},
                 stdout=out,
                 stderr=err,
             )

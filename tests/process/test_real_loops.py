@@ -15,15 +15,12 @@ from typing import Any
 
 import pytest
 
+from tests.process.bare import results
 from tests.process.job import SmallJob
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 SCRIPT = Path(__file__).with_name("real_loop.py").read_text()
 WORLD = 2
-
-
-def results(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads((directory / f"result/rank-{r}.json").read_text()) for r in range(WORLD)]
 
 
 def reference(directory: Path, features: str) -> list[dict[str, Any]]:
@@ -34,7 +31,7 @@ def reference(directory: Path, features: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={WORLD}", "script.py"]
     subprocess.run(command, cwd=directory, env=environment, check=True, timeout=120)
-    return results(directory)
+    return results(directory, WORLD)
 
 
 def run(directory: Path, features: str, *deaths: str) -> tuple[str, list[str]]:
@@ -71,7 +68,7 @@ def run(directory: Path, features: str, *deaths: str) -> tuple[str, list[str]]:
     assert {incident["outcome"] for incident in incidents} == {"resumed"}, f"{incidents}\n{said}"
     assert sum(len(incident["causes"]) for incident in incidents) >= len(deaths), incidents
     expected = reference(directory / "bare", features)
-    for rank, (mine, other) in enumerate(zip(results(directory), expected, strict=True)):
+    for rank, (mine, other) in enumerate(zip(results(directory, WORLD), expected, strict=True)):
         assert mine == other, f"rank {rank} differs"
     return said, newest
 

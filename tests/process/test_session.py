@@ -6,13 +6,13 @@ import difflib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.process import bare
+from tests.process.bare import results
 from tests.process.job import SmallJob, memory_limit
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
@@ -66,28 +66,13 @@ result()
 """
 
 
-def bare(directory: Path, script: str, world: int = 3) -> list[dict[str, Any]]:
-    """The same script without Keepstep and without faults."""
-    directory.mkdir()
-    (directory / "script.py").write_text(script)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={world}", "script.py"]
-    subprocess.run(command, cwd=directory, env=environment, check=True, timeout=300)
-    return results(directory, world)
-
-
-def results(directory: Path, world: int = 3) -> list[dict[str, Any]]:
-    return [json.loads((directory / f"result/rank-{r}.json").read_text()) for r in range(world)]
-
-
 def without_commits(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k != "commits"} for r in found]
 
 
 def check_as_bare(directory: Path, script: str, world: int = 3) -> None:
     """Commits aside, of which a joiner hears only the later ones, nothing differs on any rank."""
-    expected = bare(directory / "bare", script, world)
+    expected = bare.run(script, world, {})
     assert without_commits(results(directory, world)) == without_commits(expected)
 
 
@@ -99,7 +84,7 @@ def test_a_killed_rank_is_replaced_and_nothing_differs(tmp_path: Path) -> None:
     assert incident["outcome"] == "resumed"
     check_as_bare(tmp_path, script)
     # Every step is committed once on a survivor; a joiner hears of those after it joined.
-    assert results(tmp_path)[0]["commits"] == list(range(150))
+    assert results(tmp_path, 3)[0]["commits"] == list(range(150))
     lines = [json.loads(s) for s in (tmp_path / "state/steps.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(150))
     assert [line["samples"] for line in lines] == [[12 * i, 12 * i + 12] for i in range(150)]
@@ -290,7 +275,7 @@ def test_a_group_made_inside_the_loop_is_there_for_the_joiner(tmp_path: Path, vi
     script = loop(LAZY_BODY)
     with SmallJob(tmp_path, script) as job:
         job.outlives_a_kill(victim, at_step=30)
-    assert results(tmp_path) == bare(tmp_path / "bare", script)
+    assert results(tmp_path, 3) == bare.run(script, 3, {})
 
 
 BY_HAND_BODY = """
@@ -313,7 +298,7 @@ def test_gradients_that_are_reduced_by_hand_are_protected_as_well(tmp_path: Path
         job.outlives_a_kill(1, at_step=20)
         (incident,) = job.incidents()
     assert incident["outcome"] == "resumed"
-    assert results(tmp_path) == bare(tmp_path / "bare", script)
+    assert results(tmp_path, 3) == bare.run(script, 3, {})
 
 
 AWARE_BODY = """
@@ -345,7 +330,7 @@ def test_the_users_own_save_and_restore_carry_state_to_the_joiner(tmp_path: Path
     script = loop(AWARE_BODY)
     with SmallJob(tmp_path, script) as job:
         job.outlives_a_kill(2, at_step=25)
-    assert results(tmp_path) == bare(tmp_path / "bare", script)
+    assert results(tmp_path, 3) == bare.run(script, 3, {})
 
 
 TEACHER_BODY = """

@@ -6,18 +6,15 @@ reference is run once per kind and leaves its sums after every step.
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.process import bare
 from tests.process.job import SmallJob
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -27,30 +24,9 @@ STEPS_MAX = 160
 SECONDS_MAX = 30.0
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Every rank's sums after each step, by kind."""
-
-    @functools.cache
-    def run(kind: str) -> list[dict[str, Any]]:
-        directory = tmp_path_factory.mktemp(kind)
-        (directory / "script.py").write_text(SCRIPT)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "SHARDED_KIND": kind,
-            "SHARDED_STEPS": str(STEPS_MAX),
-        }
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={WORLD}", "script.py"]
-        subprocess.run(command, cwd=directory, env=environment, check=True, timeout=120)
-        return results(directory)
-
-    return run
-
-
-def results(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads((directory / f"result/rank-{r}.json").read_text()) for r in range(WORLD)]
+def reference(kind: str) -> list[dict[str, Any]]:
+    """Every rank's sums after each step."""
+    return bare.run(SCRIPT, WORLD, {"SHARDED_KIND": kind, "SHARDED_STEPS": str(STEPS_MAX)})
 
 
 class Sharded(SmallJob):
@@ -117,13 +93,13 @@ class Sharded(SmallJob):
 
 
 def check(directory: Path, expected: list[dict[str, Any]], last: int) -> None:
-    for rank, (mine, other) in enumerate(zip(results(directory), expected, strict=True)):
+    for rank, (mine, other) in enumerate(
+        zip(bare.results(directory, WORLD), expected, strict=True)
+    ):
         assert mine == {str(last): other[str(last)]}, f"rank {rank} differs after {last} steps"
 
 
-def test_hsdp_ranks_come_back_from_their_twins_and_move_while_all_is_well(
-    tmp_path: Path, reference: Any
-) -> None:
+def test_hsdp_ranks_come_back_from_their_twins_and_move_while_all_is_well(tmp_path: Path) -> None:
     with Sharded(tmp_path, "hsdp", level=2) as job:
         job.wait_ready(2)
         job.wait_step(0, 4)
@@ -137,7 +113,7 @@ def test_hsdp_ranks_come_back_from_their_twins_and_move_while_all_is_well(
     check(tmp_path, reference("hsdp"), last)
 
 
-def test_tensor_parallel_ranks_come_back_rank_0_too(tmp_path: Path, reference: Any) -> None:
+def test_tensor_parallel_ranks_come_back_rank_0_too(tmp_path: Path) -> None:
     with Sharded(tmp_path, "tp", level=2) as job:
         job.wait_ready(2)
         job.wait_step(0, 4)
@@ -151,7 +127,7 @@ def test_tensor_parallel_ranks_come_back_rank_0_too(tmp_path: Path, reference: A
     check(tmp_path, reference("tp"), last)
 
 
-def check_moves(tmp_path: Path, reference: Any, kind: str) -> None:
+def check_moves(tmp_path: Path, kind: str) -> None:
     """On request, and away from a device that announces its end."""
     with Sharded(tmp_path, kind, level=2) as job:
         job.wait_ready(2)
@@ -169,8 +145,8 @@ def check_moves(tmp_path: Path, reference: Any, kind: str) -> None:
     check(tmp_path, reference(kind), last)
 
 
-def test_tensor_parallel_ranks_move_while_all_is_well(tmp_path: Path, reference: Any) -> None:
-    check_moves(tmp_path, reference, "tp")
+def test_tensor_parallel_ranks_move_while_all_is_well(tmp_path: Path) -> None:
+    check_moves(tmp_path, "tp")
 
 
 UNHEARD = """
@@ -198,9 +174,7 @@ vote.side_barrier = barrier
 """
 
 
-def test_who_did_not_hear_the_vote_makes_the_update_that_others_made(
-    tmp_path: Path, reference: Any
-) -> None:
+def test_who_did_not_hear_the_vote_makes_the_update_that_others_made(tmp_path: Path) -> None:
     """Rank 0 dies past the vote. Its twin, the last holder, missed the answer; the others did not.
 
     The update of that step lives nowhere else any more: the twin must make it from the gradients
@@ -222,9 +196,7 @@ def test_who_did_not_hear_the_vote_makes_the_update_that_others_made(
     check(tmp_path, reference("hsdp"), last)
 
 
-def test_a_shard_without_a_holder_left_is_a_declared_fallback(
-    tmp_path: Path, reference: Any
-) -> None:
+def test_a_shard_without_a_holder_left_is_a_declared_fallback(tmp_path: Path) -> None:
     with Sharded(tmp_path, "hsdp") as job:
         job.wait_ready(2)
         job.wait_step(0, 4)
@@ -241,9 +213,7 @@ def test_a_shard_without_a_holder_left_is_a_declared_fallback(
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "tp"])
-def test_a_checkpoint_in_portions_is_where_the_rerun_goes_on(
-    tmp_path: Path, reference: Any, kind: str
-) -> None:
+def test_a_checkpoint_in_portions_is_where_the_rerun_goes_on(tmp_path: Path, kind: str) -> None:
     with Sharded(tmp_path, kind, spares=0) as job:
         job.wait_ready(0)
         job.wait_step(0, 4)

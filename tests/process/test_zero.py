@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.process.test_sharded import Sharded, check, check_moves, reference
 
-__all__ = ["reference"]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
 def test_a_rank_killed_in_the_optimizers_collectives_is_rebuilt_and_only_the_sync_repeated(
-    tmp_path: Path, reference: Any
+    tmp_path: Path,
 ) -> None:
     with Sharded(tmp_path, "zero1", level=2) as job:
         job.wait_ready(2)
@@ -31,9 +29,7 @@ def test_a_rank_killed_in_the_optimizers_collectives_is_rebuilt_and_only_the_syn
     check(tmp_path, reference("zero1"), last)
 
 
-def test_a_step_left_half_way_is_saved_and_brought_to_its_end_by_the_rerun(
-    tmp_path: Path, reference: Any
-) -> None:
+def test_a_step_left_half_way_is_saved_and_brought_to_its_end_by_the_rerun(tmp_path: Path) -> None:
     with Sharded(tmp_path, "zero1", spares=0, slots=(2, 2)) as job:
         job.wait_ready(0)
         job.wait_step(0, 11)
@@ -53,7 +49,5 @@ def test_a_step_left_half_way_is_saved_and_brought_to_its_end_by_the_rerun(
     check(tmp_path, reference("zero1"), last)
 
 
-def test_a_rank_with_optimizer_state_of_its_own_moves_while_all_is_well(
-    tmp_path: Path, reference: Any
-) -> None:
-    check_moves(tmp_path, reference, "zero1")
+def test_a_rank_with_optimizer_state_of_its_own_moves_while_all_is_well(tmp_path: Path) -> None:
+    check_moves(tmp_path, "zero1")

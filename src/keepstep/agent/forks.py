@@ -1,9 +1,9 @@
 """The agent's side of the preload server: start it or adopt it, ask it for forks, hear of exits.
 
-The server is started in a session of its own and found again through its socket, so it outlives
-the agent. If it dies, a new one is started; its children go on, watched by their pidfds, and only
-their exit statuses are lost. A request that got no answer is sent to the next server: the key of a
-request makes that safe.
+The server is started in a session of its own, or forked from a common one (offspring.py), and found
+again through its socket, so it outlives the agent. If it dies, a new one takes its place; its
+children go on, watched by their pidfds, and only their exit statuses are lost. A request without an
+answer is sent to the next server: the key of a request makes that safe.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from keepstep.agent import log
+from keepstep.agent import log, offspring
 from keepstep.agent.environment import without_secrets
 from keepstep.agent.preload import Exited, Fork, Forked, Ready, Seen, from_line, to_line
 from keepstep.agent.room import ProcessRecord, Room, kill_group
@@ -40,6 +40,12 @@ FORK_SECONDS_MAX = 300.0
 """The first fork waits for the server's imports, which a cold file system makes slow."""
 
 
+def preload_environment(known: Mapping[str, str]) -> dict[str, str]:
+    """The server's own. One thread per library: a forked child keeps no pool of its parent's."""
+    threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return without_secrets(known) | dict.fromkeys(threads, "1")
+
+
 def preload_modules(environment: dict[str, str]) -> tuple[str, ...]:
     """What the server imports: KEEPSTEP_PRELOAD (comma-separated, may be empty), or the default."""
     chosen = environment.get("KEEPSTEP_PRELOAD")
@@ -61,6 +67,10 @@ class Forks:
         self._pending: dict[str, tuple[Fork, asyncio.Future[Forked]]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._own: subprocess.Popen[bytes] | None = None
+        self._common = os.environ.get(offspring.COMMON, "")
+        """The socket of the machine's common server; empty: there is none, or none to rely on."""
+        self._on_trial = ""
+        """The same, while nobody has seen the fork that it gave us serve."""
 
     async def run(self) -> None:
         """Keep a server and a connection to it, for ever."""
@@ -85,7 +95,8 @@ class Forks:
         if self._writer is not None:
             self._writer.write(to_line(fork))
         try:
-            forked = await asyncio.wait_for(future, FORK_SECONDS_MAX)
+            async with asyncio.timeout(FORK_SECONDS_MAX):
+                forked = await future
         except TimeoutError:
             raise Unreachable(f"the preload server did not start {fork.key}") from None
         finally:
@@ -94,51 +105,70 @@ class Forks:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         loop = asyncio.get_running_loop()
+        await self._ensure_server()
         deadline = loop.time() + CONNECT_SECONDS_MAX
-        self._ensure_server()
         while True:
             try:
-                return await asyncio.open_unix_connection(
+                streams = await asyncio.open_unix_connection(
                     str(self._room.preload_socket), limit=LINE_BYTES_MAX
                 )
+                # The one after it may come from there too: this one came to life.
+                self._common, self._on_trial = self._common or self._on_trial, ""
+                return streams
             except OSError as error:
                 known = self._room.preload
                 alive = known is not None and (
                     process.life(known.pid, known.start) is not process.Life.GONE
                 )
                 if not alive or loop.time() > deadline:
+                    self._on_trial = ""
                     if known is not None:
                         kill_group(known.pid, known.start, signal.SIGKILL)
                     raise Unreachable(f"the preload server cannot be reached: {error}") from error
             await asyncio.sleep(0.01)
 
-    def _ensure_server(self) -> None:
+    async def _ensure_server(self) -> None:
         known = self._room.preload
         if known is not None and process.life(known.pid, known.start) is not process.Life.GONE:
             return
         self._room.preload_socket.unlink(missing_ok=True)
-        # -P: what lies in the agent's own directory is not on the workers' path.
-        command = [sys.executable, "-P", "-m", "keepstep.agent.preload"]
-        command += ["--socket", str(self._room.preload_socket)]
+        arguments = ["--socket", str(self._room.preload_socket)]
         for name in self._modules:
-            command += ["--import", name]
-        # One thread per library: a forked child keeps no pool of its parent's anyway.
-        threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-        environment = without_secrets(os.environ) | dict.fromkeys(threads, "1")
+            arguments += ["--import", name]
+        record = await self._forked(arguments) if self._common else None
+        how = "started" if record is None else "forked"
+        self._room.preload = record or self._started(arguments)
+        self._room.save()
+        modules = ",".join(self._modules) or "none"
+        log.info(f"preload.{how}", pid=self._room.preload.pid, modules=modules)
+
+    def _started(self, arguments: Sequence[str]) -> ProcessRecord:
+        # -P: what lies in the agent's own directory is not on the workers' path.
+        command = [sys.executable, "-P", "-m", "keepstep.agent.preload", *arguments]
         with self._room.preload_log.open("ab") as out:
             self._own = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env=environment,
+                env=preload_environment(os.environ),
                 start_new_session=True,
             )
         reading = process.probe(self._own.pid)
         assert reading is not None, "a child that was not waited for has its entry in /proc"
-        self._room.preload = ProcessRecord(reading.pid, reading.start)
-        self._room.save()
-        log.info("preload.started", pid=reading.pid, modules=",".join(self._modules) or "none")
+        return ProcessRecord(reading.pid, reading.start)
+
+    async def _forked(self, arguments: Sequence[str]) -> ProcessRecord | None:
+        """From the common server; None: a server of our own has to be started."""
+        common, self._common = self._common, ""
+        try:
+            around = preload_environment(os.environ)
+            record = await offspring.ask(common, self._room, arguments, around)
+        except (OSError, Unreachable, WireError) as error:
+            log.warning("preload.not_forked", why=error)
+            return None
+        self._on_trial = common
+        return record
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         assert self._writer is not None

@@ -17,6 +17,7 @@ torch, and it never imports torch by itself: module names come by argument. In a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import os
@@ -128,9 +129,11 @@ class _Connection:
 class Server:
     """Forks, reaps and reports."""
 
-    def __init__(self, listener: socket.socket, path: Path) -> None:
+    def __init__(self, listener: socket.socket, path: Path, parent: int = 0) -> None:
+        """`parent`: leave with this process."""
         self.listener = listener
         self.path = path
+        self.parent = parent
         self.inode = path.stat().st_ino
         self.connections: dict[int, _Connection] = {}
         self.children: dict[int, _Child] = {}
@@ -140,7 +143,7 @@ class Server:
         self.poll.register(listener, select.POLLIN)
 
     def serve(self) -> Fork | None:
-        """Run until the room is gone (None); in a forked child, return what it is to be."""
+        """Run until nobody wants it (None); in a forked child, return what it is to be."""
         while True:
             for fd, _ in self.poll.poll(LOOK_SECONDS * 1000):
                 if fd == self.listener.fileno():
@@ -156,10 +159,18 @@ class Server:
                 return None
 
     def _wanted(self) -> bool:
+        if self.parent and os.getppid() != self.parent:
+            return False
         try:
             return self.path.stat().st_ino == self.inode
         except OSError:
             return False
+
+    def leave(self) -> None:
+        """Take the socket away, unless it is another server's by now."""
+        with contextlib.suppress(OSError):
+            if self.path.stat().st_ino == self.inode:
+                self.path.unlink()
 
     def _accept(self) -> None:
         accepted, _ = self.listener.accept()
@@ -330,6 +341,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="keepstep.agent.preload")
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--import", dest="modules", action="append", default=[])
+    parser.add_argument("--parent", type=int, default=0, help="leave with this process")
+    parser.add_argument("--title", help="room for the command lines of forks (offspring.py)")
     arguments = parser.parse_args()
     # Listening before the imports: an agent's requests wait in the socket meanwhile.
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -340,8 +353,12 @@ def main() -> int:
     fresh.replace(arguments.socket)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_all(arguments.modules)
-    fork = Server(listener, arguments.socket).serve()
-    return 0 if fork is None else settle(fork)()
+    server = Server(listener, arguments.socket, arguments.parent)
+    fork = server.serve()
+    if fork is None:
+        server.leave()
+        return 0
+    return settle(fork)()
 
 
 if __name__ == "__main__":

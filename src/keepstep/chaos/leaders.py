@@ -73,6 +73,7 @@ class ControlPlane:
             prefix=first.prefix,
             followers=tuple(others),
             environment={**environment, JOURNAL: self.url},
+            common_preload=True,
         )
 
     def check(self) -> tuple[str, ...]:
@@ -101,7 +102,7 @@ def local_plan(
     if control is not None:
         return control.plan(environment)
     listen = f"{networks.HUB_ADDRESS}:0" if network else "127.0.0.1:0"
-    return ClusterPlan(listen=listen, environment=environment)
+    return ClusterPlan(listen=listen, environment=environment, common_preload=True)
 
 
 def replaced_once(strike: Strike, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

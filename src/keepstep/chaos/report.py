@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keepstep.agent import offspring
 from keepstep.chaos.faults import Cell, Outcome, matrix
 from keepstep.chaos.proof import StepLogCheck
 from keepstep.chaos.reckoning import Reckoning
@@ -160,6 +161,8 @@ def whole(
         "what": "keepstep lab chaos",
         "plan": options,
         "machine": machine(),
+        # A node that comes back has its imports at once, unless it was told otherwise.
+        "common_preload": os.environ.get(offspring.COMMON) != "",
         "commit": commit(),
         "finished_at": time.time(),
         "matrix": matrix(cells, struck),

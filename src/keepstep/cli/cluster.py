@@ -30,7 +30,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from keepstep.agent import offspring
 from keepstep.agent import room as agent_room
+from keepstep.agent.environment import SECRETS
+from keepstep.agent.forks import preload_environment, preload_modules
 from keepstep.cli.client import Client
 from keepstep.cli.supervise import Program, Supervisor
 from keepstep.config import LauncherConfig, OrchestratorConfig, load
@@ -44,7 +47,8 @@ JOURNAL = "KEEPSTEP_ORCHESTRATOR_JOURNAL"
 TLS = "KEEPSTEP_ORCHESTRATOR_TLS_DIRECTORY"
 HOLDER = "KEEPSTEP_ORCHESTRATOR_JOURNAL_HOLDER"
 MARK = "KEEPSTEP_NODE_ROOM"
-"""In the environment of everything that runs on a node, so that losing it misses nothing."""
+"""In the environment of what is started on a node, so that losing it misses nothing. What is forked
+on it has the room in its command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class ClusterPlan:
     config_file: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     launcher: LauncherConfig = LauncherConfig()
+    common_preload: bool = False
+    """Torch is imported once for all nodes. Where that is measured, each has to do it by itself."""
 
 
 class LocalCluster:
@@ -106,6 +112,9 @@ class LocalCluster:
         self._locks: dict[Path, BinaryIO] = {}
         self._url = plan.join
         self._client: Client | None = None
+        self._common: Path | None = None
+        """The socket of the server that imports for all nodes; None: each does it by itself, or
+        asks a server that somebody else has told it of."""
 
     # ---------------------------------------------------------------- life
 
@@ -129,6 +138,8 @@ class LocalCluster:
                     self._supervisor.start(self._orchestrator_program(name))
                 self._wait_for_ports()
             self._wait_for_health()
+            if self.plan.common_preload and offspring.COMMON not in os.environ:
+                self._start_common()
             for node in self.nodes.values():
                 self._supervisor.start(self._agent_program(node))
         except (KeepstepError, OSError, KeyboardInterrupt):
@@ -144,6 +155,9 @@ class LocalCluster:
         for name in self.nodes:
             _kill_all(self.room(name))
             shutil.rmtree(self.room(name), ignore_errors=True)
+        if self._common is not None:
+            self._common.unlink(missing_ok=True)
+            self._common = None
         self._unlock_rooms()
 
     def _lock_rooms(self) -> None:
@@ -347,13 +361,27 @@ class LocalCluster:
         own = {MARK: str(self.room(node.name)), "KEEPSTEP_TOKEN": token}
         # Passwords of the orchestrator's: no agent needs them.
         own |= dict.fromkeys({JOURNAL, "PGPASSWORD"} & os.environ.keys(), "")
+        common = {offspring.COMMON: str(self._common)} if self._common is not None else {}
         return Program(
             _agent(node.name),
             tuple(command),
             self.run_dir / f"agent-{node.name}.log",
-            {**self._environment(), **node.environment, **own},
+            {**self._environment(), **common, **node.environment, **own},
             speaks=node.speaks,
         )
+
+    def _start_common(self) -> None:
+        # By our pid: other launchers of this run may be beside us.
+        self._common = self._rooms / f"preload-{os.getpid()}.sock"
+        known = {**os.environ, **self._environment()}
+        command = offspring.command(self._common, preload_modules(known))
+        own = preload_environment(self._environment()) | dict.fromkeys(SECRETS, "")
+        log = self.run_dir / "preload.log"
+        self.supervisor.start(Program("preload", command, log, own, optional=True))
+        # An agent that found nobody there would not ask again.
+        deadline = time.monotonic() + self.plan.launcher.ready_seconds_max
+        while not self._common.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _environment(self) -> dict[str, str]:
         """The package is found by our children where we found it ourselves."""

@@ -23,7 +23,7 @@ from keepstep.chaos import proof
 from keepstep.chaos.campaign import until_told_to_leave
 from keepstep.chaos.sight import Sight
 from keepstep.cli import view, watch
-from keepstep.cli.cluster import LocalCluster, NodePlan, find_job
+from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan, find_job
 from keepstep.errors import KeepstepError, Permanent, Transient
 from keepstep.model import JobId, JobSpec
 
@@ -65,7 +65,7 @@ def run(asked: argparse.Namespace) -> int:
 
 def _play(run_dir: Path) -> int:
     nodes = [NodePlan("n0", 2), NodePlan("n1", 2), NodePlan("n2", 1)]
-    with LocalCluster(run_dir, nodes) as cluster:
+    with LocalCluster(run_dir, nodes, ClusterPlan(common_preload=True)) as cluster:
         stage: _Stage = _Screen(cluster) if sys.stdout.isatty() else _Lines(cluster)
         sight = Sight(cluster, JOB)
         try:
@@ -84,7 +84,7 @@ def _kill_one(
     stage.say("starting an orchestrator and three agents")
     stage.say(f"in a browser: {cluster.client.url}/ (it asks for what {cluster.token_file} holds)")
     stage.until(lambda p: len(p["connected"]) == len(cluster.nodes), "all agents")
-    stage.say("4 ranks on n0 and n1, a warm spare on n2: each takes a moment to import torch")
+    stage.say("4 ranks on n0 and n1, a warm spare on n2")
     cluster.client.submit(_spec(run_dir))
     stage.until(lambda p: _fit(p) and sight.steps.newest.finished >= STEPS_BEFORE_KILL, "the job")
     job = sight.job_now()

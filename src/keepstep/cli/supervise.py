@@ -38,6 +38,8 @@ class Program:
     environment: Mapping[str, str] = field(default_factory=dict)
     speaks: bool = False
     """True: its standard output is ours (workers' lines on the terminal)."""
+    optional: bool = False
+    """The others can do without it: they go on when it is given up."""
     final_codes: frozenset[int] = frozenset({STARTED_WRONGLY, 3})
     """Exit codes after which another start would be wrong: started wrongly (the first time: what
     worked once is tried again, for healthy workers depend on us), deposed. Leaving in good order is
@@ -200,7 +202,7 @@ class Supervisor:
         """Raise Permanent if a child was given up."""
         with self._lock:
             for name, child in self._children.items():
-                if child.given_up and name not in self._paused:
+                if child.given_up and name not in self._paused and not child.program.optional:
                     raise Permanent(child.given_up)
 
     def close(self) -> None:
