@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import os
 import random
+import select
 import signal
 import struct
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -537,3 +540,108 @@ def aborts_amid_launches(store, rank, size, rounds):
         store.barrier(f"out/{generation}", size)
         groups.reform(lambda: store, "again", generation)
     return slowest
+
+
+def death_amid_launches(store, rank, size, seed):
+    """Collectives as fast as they go, every rank the root in turn, until one of them is killed.
+
+    Returns the time from the abort that follows until the training thread was free.
+    """
+    groups = groups_of(store, rank, size)
+    store.set(f"pid/{rank}", str(os.getpid()))
+    formed(store, size)
+    victim = os.pidfd_open(int(store.get(f"pid/{VICTIM}")))
+    chance = random.Random(seed)
+    fatal, launches, late = chance.randrange(3, 30), chance.randrange(size), chance.uniform(0, 4e-4)
+    struck = []
+
+    def abort():
+        select.select([victim], [], [])
+        time.sleep(0.01)
+        struck.append(time.monotonic())
+        groups.abort(1)
+
+    aborter = threading.Thread(target=abort, daemon=True)
+    aborter.start()
+    buffers = [torch.zeros(2048) for _ in range(size)]
+    try:
+        for step in itertools.count():
+            works = []
+            for root in range(size):
+                works.append(dist.broadcast(buffers[root], root, async_op=True))
+                if rank == VICTIM and (step, root) == (fatal, launches):
+                    time.sleep(late)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            for work in works:
+                work.wait()
+    except RuntimeError:
+        freed = time.monotonic()
+    aborter.join()
+    return freed - struck[0]
+
+
+def lost_operation(store, rank, size, kind):
+    """An abort that ends no socket: as if Gloo had lost the operation that this rank waits for.
+
+    Returns how long rank 0 waited on, with which words it was freed, and what all add up to then.
+    """
+    groups = groups_of(store, rank, size)
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    buffer = torch.zeros(4)
+    formed(store, size)
+    freed, why = 0.0, ""
+    if rank == 0:
+        groups._formation.cancel = lambda: None
+        struck = []
+
+        def abort():
+            time.sleep(0.3)
+            struck.append(time.monotonic())
+            groups.abort(1)
+
+        threading.Thread(target=abort, daemon=True).start()
+        try:
+            if kind == "backward":
+                model(buffer).sum().backward()
+            else:
+                dist.broadcast(buffer, 1)
+        except RuntimeError as error:
+            freed, why = time.monotonic() - struck[0], str(error)
+        store.set("freed", "")
+    store.wait(["freed"])
+    # The operation is still where it was: nobody waits for it, and it holds nothing up.
+    groups.reform(lambda: store, "again", 1)
+    began = time.monotonic()
+    groups.drop_retired()
+    for _ in range(100):
+        time.sleep(0.01)
+        buffer.fill_(rank + 1.0)
+        dist.all_reduce(buffer)
+    return freed, why, buffer.tolist(), time.monotonic() - began
+
+
+def works(store, rank, size):
+    """What collectives give back: by wait, by future and by result; and whether it is let go."""
+    groups_of(store, rank, size)
+    whole, part = torch.arange(4.0), torch.zeros(2)
+    dist.reduce_scatter_tensor(part, whole)
+    gathered = torch.zeros(4)
+    dist.all_gather_into_tensor(gathered, part)
+    summed = torch.ones(2)
+    work = dist.all_reduce(summed, async_op=True)
+    work.wait(timedelta(seconds=20))
+    found = [gathered.tolist(), work.result()[0].tolist(), work.is_completed(), work.is_success()]
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,))
+    dist.all_reduce(sparse)
+    found.append(sparse.to_dense().tolist())
+    future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+    found.append([tensor.tolist() for tensor in future.wait()])
+    kept = weakref.ref(summed)
+    del work, summed
+    # Gloo's own thread may be about to let go of it.
+    deadline = time.monotonic() + 20.0
+    while kept() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    found.append(kept() is None)
+    formed(store, size)
+    return found

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from keepstep.errors import ConfigError
+from keepstep.training import lost
 from keepstep.training.group_log import GroupRecord, decode_log, encode_log, merge_logs
 from keepstep.training.swap import build as swap_build
 from tests.process import group_jobs as jobs
@@ -17,17 +18,12 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 SURVIVORS = [rank for rank in range(jobs.WORLD) if rank != jobs.VICTIM]
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(
-            "cpp",
-            marks=pytest.mark.skipif(
-                not swap_build.library_path().exists(), reason="the C++ swap is not built"
-            ),
-        ),
-        "python",
-    ]
+needs_cpp = pytest.mark.skipif(
+    not swap_build.library_path().exists(), reason="the C++ swap is not built"
 )
+
+
+@pytest.fixture(params=[pytest.param("cpp", marks=needs_cpp), "python"])
 def implementation(request):
     return request.param
 
@@ -140,6 +136,35 @@ def test_an_abort_in_the_very_moment_of_a_launch_frees_it_as_well(implementation
     """Gloo loses an operation whose first write fails, and waits for it until its timeout."""
     with World(implementation) as world:
         assert max(world.run(3, jobs.aborts_amid_launches, 40)) < 2.0
+
+
+@needs_cpp
+@pytest.mark.parametrize("kind", ["collective", "backward"])
+def test_who_waits_for_what_gloo_has_lost_is_freed_after_an_abort(kind):
+    with World("cpp") as world:
+        (freed, why, together, took), (*_, other, _) = world.run(2, jobs.lost_operation, kind)
+    # Not before its threads were looked at twice.
+    assert lost.GRACE_SECONDS + lost.LOOK_SECONDS < freed < 20.0
+    assert why == lost.LOST
+    assert together == other == [3.0] * 4
+    assert took < 20.0, "whatever it was launched on is let go beside us"
+
+
+@needs_cpp
+@pytest.mark.parametrize("seed", range(8))
+def test_a_peer_that_dies_amid_launches_holds_nobody_up(seed):
+    """Of some hundred such deaths Gloo loses an operation in one: this is not how it is proved."""
+    with World("cpp") as world:
+        for rank in range(jobs.WORLD):
+            world.start(rank, jobs.death_amid_launches, rank, jobs.WORLD, seed)
+        assert max(world.results(*SURVIVORS)) < 20.0
+
+
+def test_works_give_back_what_gloos_do_and_keep_nothing(implementation):
+    with World(implementation) as world:
+        one, two = world.run(2, jobs.works)
+    sums = [[0.0, 2.0, 4.0, 6.0], [2.0, 2.0], True, True, [2.0, 0.0], [[2.0, 2.0]]]
+    assert one == two == [*sums, True]
 
 
 def test_hooks_fire_before_the_first_and_the_nth_collective_of_each_attempt(implementation):

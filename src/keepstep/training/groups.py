@@ -35,6 +35,7 @@ from keepstep.training.group_log import (
     order_of,
 )
 from keepstep.training.inner import Formation, GroupsBroken, InnerSpec
+from keepstep.training.lost import Flight, watch
 from keepstep.training.pointed_store import PointedStore
 from keepstep.training.rehearsal import OBJECT_STAND_INS
 from keepstep.training.reset import ddp_modules
@@ -212,10 +213,13 @@ class Groups:
             formed, ahead = self._formation, self._ahead
             if formed is None or _is_older(formed, generation):
                 self._gate.broken = True
+            swaps = [entry.swap for entry in list(self._entries.values())]
+            flights = Flight.of(swaps) if formed is not None and self._gate.broken else ()
         if formed is not None and _is_older(formed, generation):
             formed.cancel()
         if ahead is not None and _is_older(ahead, generation):
             ahead.give_up()
+        watch(flights)
 
     def prepare(self, open_store: Callable[[], Store], prefix: str, generation: int) -> None:
         """Begin to connect a generation while the one before is in use. Any thread, repeatedly."""

@@ -6,6 +6,11 @@
 //
 //   ProcessGroup -> SwapBackend -(Gate::enter)-> inner backend (Gloo, NCCL or Loopback)
 //
+// Gloo loses an operation whose first write fails because the peer has just died: its waiter would
+// wait for the group's timeout. So Gloo's collectives are waited for through a Held, which can be
+// ended (lost.py). Not all of them: a reduce-scatter of Gloo's is a work without a future, and
+// messages and monitored barriers are waited for inside Gloo.
+//
 // One Gate per process is shared by all its groups. It counts launches into memory that other
 // processes can read, refuses work while the groups are broken, and calls back into Python at
 // the two moments of a backward pass that the session asked for, and at no other time.
@@ -17,9 +22,11 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <mutex>
+#include <utility>
 
 // Declared here because autograd's own header costs seconds to parse for this one function.
 namespace torch::autograd {
@@ -37,6 +44,9 @@ using TensorLists = std::vector<Tensors>;
 using Splits = std::vector<int64_t>;
 
 constexpr int kNoBackward = -1;
+constexpr auto kGloo = "gloo";
+// So many operations, at least, are looked through for finished ones at once.
+constexpr size_t kFlyingLook = 64;
 
 // ---------------------------------------------------------------- the gate
 
@@ -166,12 +176,115 @@ class Gate {
   size_t next_task_ = 0;
 };
 
+// ---------------------------------------------------------------- work that can be ended
+
+// Follows a collective of the inner backend, and ends before it if it is told to.
+class Held final : public Work {
+ public:
+  Held(WorkPtr inner, const c10::ivalue::Future& theirs)
+      : Work(-1, inner->retrieveOpType()),
+        inner_(std::move(inner)),
+        future_(c10::make_intrusive<c10::ivalue::Future>(theirs.elementType(), theirs.devices())) {}
+
+  // Apart from the constructor: the callback needs a counted reference to this.
+  static c10::intrusive_ptr<Held> follow(
+      WorkPtr inner, const c10::intrusive_ptr<c10::ivalue::Future>& future) {
+    auto held = c10::make_intrusive<Held>(std::move(inner), *future);
+    future->addCallback([held](c10::ivalue::Future& theirs) {
+      if (held->ended_.exchange(true)) {
+        return;
+      }
+      if (theirs.hasError()) {
+        held->future_->setError(theirs.exception_ptr());
+        held->finish(theirs.exception_ptr());
+      } else {
+        held->future_->markCompleted(theirs.constValue(), theirs.storages());
+        held->finish();
+      }
+    });
+    return held;
+  }
+
+  void end(const std::exception_ptr& error) {
+    if (ended_.exchange(true)) {
+      return;
+    }
+    try {
+      future_->setError(error);
+    } catch (const std::exception&) {
+      // Somebody's callback; whoever waits for the work itself is freed all the same.
+    }
+    finish(error);
+  }
+
+  bool ended() const { return ended_.load(); }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+  // Out of our own future: Gloo completes its future before its work.
+  Tensors result() override {
+    if (future_->completed()) {
+      const auto value = future_->value();  // Raises what it ended with.
+      if (value.isTensorList()) {
+        return value.toTensorVector();
+      }
+    }
+    return inner_->result();
+  }
+  void synchronize() override {
+    inner_->synchronize();
+    Work::synchronize();
+  }
+  int sourceRank() const override { return inner_->sourceRank(); }
+  float getDuration() const override { return inner_->getDuration(); }
+  uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
+
+  // A weak reference, which the swap has, would keep the tensors otherwise.
+  void release_resources() override {
+    inner_.reset();
+    future_.reset();
+  }
+
+ private:
+  WorkPtr inner_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::atomic<bool> ended_{false};
+};
+
+// The work's future; none where the backend's work has none.
+c10::intrusive_ptr<c10::ivalue::Future> future_of(Work& work) {
+  switch (work.retrieveOpType()) {
+    case c10d::OpType::BROADCAST:
+    case c10d::OpType::ALLREDUCE:
+    case c10d::OpType::ALLREDUCE_COALESCED:
+    case c10d::OpType::_ALLREDUCE_SPARSE:
+    case c10d::OpType::ALLGATHER:
+    case c10d::OpType::_ALLGATHER_BASE:
+    case c10d::OpType::ALLGATHER_COALESCED:
+    case c10d::OpType::REDUCE:
+    case c10d::OpType::GATHER:
+    case c10d::OpType::SCATTER:
+    case c10d::OpType::ALLTOALL:
+    case c10d::OpType::ALLTOALL_BASE:
+    case c10d::OpType::BARRIER:
+      break;
+    default:
+      return {};
+  }
+  try {
+    return work.getFuture();
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
+
 // ---------------------------------------------------------------- the swap
 
 // The gate first, then a counted reference: a swap in another thread must not free what we call.
-#define COLLECTIVE(call) \
-  gate_->enter();        \
-  return inner()->call
+#define COLLECTIVE(call)          \
+  gate_->enter();                 \
+  const Current now = current();  \
+  return hold(now, now.inner->call)
 #define POINT_TO_POINT(call) \
   gate_->check();            \
   return inner()->call
@@ -179,7 +292,9 @@ class Gate {
 class SwapBackend final : public Backend {
  public:
   SwapBackend(int rank, int size, std::shared_ptr<Gate> gate, BackendPtr inner)
-      : Backend(rank, size), gate_(std::move(gate)), inner_(std::move(inner)) {}
+      : Backend(rank, size), gate_(std::move(gate)), inner_(std::move(inner)) {
+    holds_ = inner_->getBackendName() == kGloo;
+  }
 
   BackendPtr inner() const {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -187,9 +302,50 @@ class SwapBackend final : public Backend {
   }
 
   BackendPtr swap(BackendPtr inner) {
+    const bool holds = inner->getBackendName() == kGloo;
     std::lock_guard<std::mutex> lock(mutex_);
     std::swap(inner_, inner);
+    holds_ = holds;
+    ++number_;
     return inner;
+  }
+
+  // Which inner backend this is, counted from the first.
+  uint64_t number() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return number_;
+  }
+
+  // How many operations of one of them have neither succeeded nor failed.
+  size_t flying(uint64_t number) {
+    std::vector<HeldPtr> seen;  // Dies after the lock: a destructor may want the interpreter.
+    std::lock_guard<std::mutex> lock(mutex_);
+    size_t count = 0;
+    for (const auto& [of, weak] : flying_) {
+      auto held = weak.lock();
+      count += of == number && held && !held->ended();
+      seen.push_back(std::move(held));
+    }
+    return count;
+  }
+
+  // Frees whoever waits for them, with an error.
+  void release(uint64_t number, const std::string& why) {
+    std::vector<HeldPtr> left;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (const auto& [of, weak] : flying_) {
+        if (of == number) {
+          left.push_back(weak.lock());
+        }
+      }
+    }
+    const auto error = std::make_exception_ptr(std::runtime_error(why));
+    for (const auto& held : left) {
+      if (held) {
+        held->end(error);
+      }
+    }
   }
 
   const std::string getBackendName() const override { return "keepstep"; }
@@ -260,7 +416,8 @@ class SwapBackend final : public Backend {
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override { COLLECTIVE(barrier(o)); }
   void monitoredBarrier(const c10d::BarrierOptions& o, bool all_ranks) override {
-    COLLECTIVE(monitoredBarrier(o, all_ranks));
+    gate_->enter();
+    inner()->monitoredBarrier(o, all_ranks);
   }
 
   WorkPtr send(Tensors& t, int to, int tag) override { POINT_TO_POINT(send(t, to, tag)); }
@@ -308,9 +465,51 @@ class SwapBackend final : public Backend {
   void resume() override { inner()->resume(); }
 
  private:
+  using HeldPtr = c10::intrusive_ptr<Held>;
+  using Flying = std::vector<std::pair<uint64_t, c10::weak_intrusive_ptr<Held>>>;
+
+  struct Current {
+    BackendPtr inner;
+    uint64_t number;
+    bool holds;
+  };
+
+  Current current() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return {inner_, number_, holds_};
+  }
+
+  WorkPtr hold(const Current& now, WorkPtr work) {
+    const auto future = now.holds && work ? future_of(*work) : nullptr;
+    if (!future) {
+      return work;
+    }
+    auto held = Held::follow(std::move(work), future);
+    // Both die after the lock: a destructor may want the interpreter.
+    std::vector<HeldPtr> seen;
+    Flying over;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (flying_.size() >= look_at_) {
+      Flying left;
+      for (auto& each : flying_) {
+        auto known = each.second.lock();
+        (known && !known->ended() ? left : over).push_back(std::move(each));
+        seen.push_back(std::move(known));
+      }
+      flying_ = std::move(left);
+      look_at_ = std::max(kFlyingLook, 2 * flying_.size());
+    }
+    flying_.emplace_back(now.number, held);
+    return held;
+  }
+
   const std::shared_ptr<Gate> gate_;
   mutable std::mutex mutex_;
   BackendPtr inner_;
+  uint64_t number_ = 0;
+  bool holds_ = false;
+  Flying flying_;
+  size_t look_at_ = kFlyingLook;
 };
 
 // ---------------------------------------------------------------- the loopback
@@ -495,7 +694,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<SwapBackend, Backend, c10::intrusive_ptr<SwapBackend>>(m, "SwapBackend")
       .def(py::init<int, int, std::shared_ptr<Gate>, BackendPtr>())
       .def("swap", &SwapBackend::swap, py::call_guard<py::gil_scoped_release>())
-      .def("inner", &SwapBackend::inner);
+      .def("number", &SwapBackend::number, py::call_guard<py::gil_scoped_release>())
+      .def("flying", &SwapBackend::flying, py::call_guard<py::gil_scoped_release>())
+      .def("release", &SwapBackend::release, py::call_guard<py::gil_scoped_release>())
+      .def("inner", &SwapBackend::inner, py::call_guard<py::gil_scoped_release>());
   py::class_<Loopback, Backend, c10::intrusive_ptr<Loopback>>(m, "Loopback")
       .def(py::init<int, int>());
 }
