@@ -12,12 +12,21 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from keepstep.agent import log, offspring
 from keepstep.agent.environment import without_secrets
-from keepstep.agent.preload import Exited, Fork, Forked, Ready, Seen, from_line, to_line
+from keepstep.agent.preload import (
+    LINE_BYTES_MAX,
+    Exited,
+    Fork,
+    Forked,
+    Ready,
+    Seen,
+    command,
+    from_line,
+    to_line,
+)
 from keepstep.agent.room import ProcessRecord, Room, kill_group
 from keepstep.detect import process
 from keepstep.errors import Unreachable, WireError
@@ -33,7 +42,6 @@ DEFAULT_MODULES = (
     "numpy",
     "keepstep.training.session",
 )
-LINE_BYTES_MAX = 16 * 1024 * 1024
 CONNECT_SECONDS_MAX = 10.0
 """From the server's start to its socket: an interpreter's start, before any import."""
 FORK_SECONDS_MAX = 300.0
@@ -143,11 +151,9 @@ class Forks:
         log.info(f"preload.{how}", pid=self._room.preload.pid, modules=modules)
 
     def _started(self, arguments: Sequence[str]) -> ProcessRecord:
-        # -P: what lies in the agent's own directory is not on the workers' path.
-        command = [sys.executable, "-P", "-m", "keepstep.agent.preload", *arguments]
         with self._room.preload_log.open("ab") as out:
             self._own = subprocess.Popen(
-                command,
+                command(arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

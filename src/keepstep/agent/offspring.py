@@ -36,7 +36,6 @@ COMMON = "KEEPSTEP_PRELOAD_FROM"
 ENTRY = "keepstep.agent.offspring:main"
 ANSWER_SECONDS_MAX = 60.0
 """The first one waits for the common server's imports, as its own would make it wait."""
-LINE_BYTES_MAX = 16 * 1024 * 1024
 TITLE_BYTES = 4096
 """Room in the common server's command line for those of its children."""
 _JOINED = ("net", "ipc", "uts", "mnt")
@@ -51,7 +50,7 @@ HOME = str(Path(preload.__file__).resolve().parents[1])
 
 def command(path: Path, modules: Sequence[str]) -> tuple[str, ...]:
     """Starts a common server, which leaves with us."""
-    words = [sys.executable, "-P", "-m", "keepstep.agent.preload", "--socket", str(path)]
+    words = preload.command(["--socket", str(path)])
     for name in (*modules, __name__):
         words += ["--import", name]
     return (*words, "--parent", str(os.getpid()), "--title", "." * TITLE_BYTES)
@@ -80,7 +79,7 @@ async def ask(
     _wanted_file(room.directory).write_text(token, encoding="utf-8")
     try:
         async with asyncio.timeout(ANSWER_SECONDS_MAX):
-            reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES_MAX)
+            reader, writer = await asyncio.open_unix_connection(path, limit=preload.LINE_BYTES_MAX)
             try:
                 return await _answer(reader, writer, fork)
             finally:
@@ -155,7 +154,7 @@ def main() -> int:
     room = Path(directory)
     pid, start = map(int, agent.split("/"))
     # First of all: whoever ends the node's processes from now on finds this one among them.
-    show([sys.executable, "-P", "-m", "keepstep.agent.preload", *words])
+    show(preload.command(words))
     if home != HOME:
         return 1  # Another copy of this package than the agent's.
     stand_beside(pid)

@@ -36,6 +36,7 @@ from keepstep import codec
 from keepstep.detect import process
 from keepstep.errors import WireError
 
+LINE_BYTES_MAX = 16 * 1024 * 1024
 LOOK_SECONDS = 5.0
 """How often an idle server looks whether its socket is still there; without a room it leaves."""
 SEND_SECONDS_MAX = 1.0
@@ -98,6 +99,11 @@ class Ready:
 
 _KINDS: dict[str, type] = {"fork": Fork, "seen": Seen, "forked": Forked, "exited": Exited}
 _KINDS["ready"] = Ready
+
+
+def command(arguments: Sequence[str]) -> list[str]:
+    """Starts a server. -P: what lies in the starter's directory is not on the workers' path."""
+    return [sys.executable, "-P", "-m", "keepstep.agent.preload", *arguments]
 
 
 def to_line(message: Fork | Seen | Forked | Exited | Ready) -> bytes:
