@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from keepstep.chaos.fleet_jobs import Machine, Trainee
 from keepstep.chaos.fleet_journal import MemoryJournal
@@ -50,6 +51,7 @@ LEASE_SECONDS = 10.0
 RECONNECT_SECONDS = 4.0
 """Within which agents find a new leader."""
 HELLOS_AT_ONCE = 500
+_LINKED = attrgetter("linked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ class Faults(World):
                 self.later(2.0, missed)
                 return
             # As the loop counts them: linked until now, and out of reach.
-            crowd = sum(1 for other in self.away if other.linked) - 1
+            crowd = sum(map(_LINKED, self.away)) - 1
             machine.linked = False
             self.feed(events.NodeSilent(machine.node, crowd))
 

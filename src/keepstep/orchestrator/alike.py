@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress, repeat
-from operator import is_
+from itertools import chain, compress, repeat
+from operator import is_, is_not
 from typing import cast
 
 from keepstep import portion
@@ -30,9 +30,11 @@ GROUPS_FEW = 8
 
 def distinct(reports: Iterable[SeatReport]) -> list[SeatReport]:
     """Each report once, however many ranks share it."""
-    # No line of Python per rank, here and below: there may be thousands, in every phase.
+    # No line of Python per rank, here and below: there may be thousands, in every phase. Of
+    # neighbours that share one the first is enough.
     told = tuple(reports)
-    return list(dict(zip(map(id, told), told, strict=True)).values())
+    first = tuple(compress(told, map(is_not, told, chain((None,), told))))
+    return list(dict(zip(map(id, first), first, strict=True)).values())
 
 
 def groups(reports: Mapping[Rank, SeatReport]) -> list[tuple[SeatReport, Sequence[Rank]]]:

@@ -7,6 +7,8 @@ safe to repeat and carries the same id each time.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
+from operator import attrgetter
 
 from keepstep.model import Endpoint, Generation, NodeId, Phase, Rank, Roster, Seat
 from keepstep.orchestrator import policy, roster
@@ -25,6 +27,8 @@ from keepstep.wire import (
     StartWorkers,
 )
 
+_NODE = attrgetter("node")
+_ALIVE = attrgetter("alive")
 NO_GENERATION = Generation(0)
 """For orders about jobs that the brain no longer knows."""
 
@@ -168,11 +172,12 @@ def _nodes(
     cluster: Cluster, job: Job, only: NodeId | None, without: Iterable[Rank] = ()
 ) -> list[NodeId]:
     """Nodes with seats of the job, in the order of ranks; with `only`, that one at most."""
-    absent = without if isinstance(without, dict) else set(without)
     seats = _seats(cluster, job, only)
-    nodes = dict.fromkeys([seat.node for seat in seats if seat.rank not in absent])
-    known = cluster.nodes
-    return [node for node in nodes if known[node].alive]
+    if absent := without if isinstance(without, dict) else set(without):
+        seats = [seat for seat in seats if seat.rank not in absent]
+    # No line of Python per seat, if all are there: each phase of each generation asks.
+    nodes = dict.fromkeys(map(_NODE, seats))
+    return list(compress(nodes, map(_ALIVE, map(cluster.nodes.__getitem__, nodes))))
 
 
 def _seats(cluster: Cluster, job: Job, only: NodeId | None) -> Iterable[Seat]:

@@ -25,7 +25,8 @@ LABELS = DOMAIN, SWITCH, RACK = "nvlink_domain", "switch", "rack"
 """Labels of nodes that say what they share with others, the closest first."""
 
 Place = tuple[NodeId, int]
-Key = tuple[bool, int, bool, bool, bool, int, tuple[str | int, ...], int]
+Fit = tuple[bool, int, bool, bool, bool, int]
+Key = tuple[Fit, tuple[str | int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,36 +235,51 @@ def _one(
         key = _key(search, old, standby.node, kind, standby.slot)
         if best is None or key < best[0]:
             best = (key, _choice(standby.node, standby.slot, kind))
-    if best is not None and not best[0][0]:
+    if best is not None and not best[0][0][0]:
         # Warm, and in the right domain: a cold slot cannot be better.
         return best[1]
     for node in _candidates(search, within):
+        fit, name = _fit(search, old, node, _COLD), natural(node)
+        if best is not None and (fit, name) > best[0][:2]:
+            # Whatever it has: of hundreds of free nodes nearly all end here.
+            continue
         cold = [slot for kind, slot in _open(search, node, taken) if kind == _COLD]
         if not cold:
             continue
-        key = _key(search, old, node, _COLD, min(cold))
+        key = (fit, name, min(cold))
         if best is None or key < best[0]:
             best = (key, _choice(node, min(cold), _COLD))
-        if not (key[0] or key[2] or key[3] or key[4] or key[5]):
+        if fit == _PERFECT:
             break
     return best[1] if best else None
 
 
 _COLD = 2
+_PERFECT: Fit = (False, _COLD, False, False, False, 0)
 
 
 def _key(search: Search, old: Seat, node: NodeId, kind: int, slot: int) -> Key:
     """Smaller is better."""
+    return _fit(search, old, node, kind), natural(node), slot
+
+
+def _fit(search: Search, old: Seat, node: NodeId, kind: int) -> Fit:
+    """How good a node is for a seat: all but the names, which decide between equals."""
     nodes = search.cluster.nodes
     labels, before = nodes[node].labels, nodes[old.node].labels
-    off = [bool(before.get(name)) and labels.get(name) != before[name] for name in LABELS]
+    domain, switch, rack = [
+        bool(before.get(name)) and labels.get(name) != before[name] for name in LABELS
+    ]
     seats, ours = crowd(search.cluster, search.job, node)
-    return (off[0], kind, seats, off[1], off[2], ours, natural(node), slot)
+    return domain, kind, seats, switch, rack, ours
 
 
 def crowd(cluster: Cluster, job: Job, node: NodeId) -> tuple[bool, int]:
     """Prefer nodes without ranks of this job, then the emptiest: one fault then takes less."""
-    users = [u for u in cluster.nodes[node].uses.values() if u.job == job.spec.job]
+    uses = cluster.nodes[node].uses
+    if not uses:
+        return False, 0
+    users = [user for user in uses.values() if user.job == job.spec.job]
     return any(user.rank >= 0 for user in users), len(users)
 
 

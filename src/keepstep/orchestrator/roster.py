@@ -37,6 +37,8 @@ RACK_LABELS = ("rack", "switch", "nvlink_domain")
 """Labels of nodes that are lost together, the widest first."""
 SOURCES_PER_MOVE_MAX = 4
 LAST_RESORT_HOMES_MAX = 4
+_NODE = operator.attrgetter("node")
+_SHARES = operator.attrgetter("shares")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +69,24 @@ def build(
     nodes: Mapping[NodeId, NodeState],
 ) -> Roster:
     """A roster with the stride that its placement asks for."""
-    own = [seat.node for seat in seats]
-    texts = [nodes[node].shares for node in own]
+    own = list(map(_NODE, seats))
+    texts = list(map(_SHARES, map(nodes.__getitem__, own)))
     said = {text: _shared(text) for text in set(texts)}
     told = {name for parts in said.values() for name in parts}
-    domains = [
-        [said[text].get(name, node) for text, node in zip(texts, own, strict=True)]
-        for name in RACK_LABELS
-        if name in told
-    ]
+    domains = [_domain(name, said, texts, own) for name in RACK_LABELS if name in told]
     stride = mirror_stride(own, *domains)
     return Roster(job, generation, secret, store_node, stride, tuple(seats))
+
+
+def _domain(
+    name: str, said: Mapping[str, Mapping[str, str]], texts: list[str], own: list[NodeId]
+) -> list[str]:
+    """Per seat: the rack that its node says it is in, say; its own one where it says none."""
+    racks = {text: parts[name] for text, parts in said.items() if name in parts}
+    if len(racks) == len(said):
+        # No line of Python per seat: there may be thousands, in each generation.
+        return list(map(racks.__getitem__, texts))
+    return [racks.get(text, node) for text, node in zip(texts, own, strict=True)]
 
 
 def shares(labels: Mapping[str, str]) -> str:
@@ -107,7 +116,7 @@ def mirror_stride(nodes: Sequence[NodeId], *domains: Sequence[str]) -> int:
     places: list[list[NodeId] | list[str]] = [own, *(list(d) for d in domains if len(set(d)) > 1)]
     # Ranks lie in blocks: a stride that is shorter than a block leaves two ranks of it together,
     # and so does one that is nearly the whole way round.
-    blocks = [max(len(list(run)) for _, run in itertools.groupby(each)) for each in places]
+    blocks = [_longest(each) for each in places]
     first = max(blocks)
     for stride in range(first, min(size - first, first + STRIDES_TRIED_MAX - 1) + 1):
         if not any(_collide(each, stride) for each in reversed(places)):
@@ -120,6 +129,13 @@ def mirror_stride(nodes: Sequence[NodeId], *domains: Sequence[str]) -> int:
         if collisions < fewest:
             best, fewest = stride, collisions
     return best
+
+
+def _longest(places: list[NodeId] | list[str]) -> int:
+    """The longest run of the same place."""
+    if len(set(places)) == len(places):
+        return 1
+    return max(len(list(run)) for _, run in itertools.groupby(places))
 
 
 def _collisions(places: list[NodeId] | list[str], stride: int) -> int:

@@ -23,7 +23,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Collection, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from keepstep.model import JobId, NodeId, Phase, Rank, Severity
@@ -46,6 +47,7 @@ CULPRIT_SECONDS = 0.5
 UNSEATED_SECONDS_MAX = 15.0
 """How long a silent node without a seat stays in the books while we suspect ourselves."""
 
+_SILENT_AT = attrgetter("silent_at")
 _WAITS = (Phase.QUIESCE, Phase.HOLD, Phase.REFORM, Phase.RESUME, Phase.SAVE)
 
 
@@ -81,14 +83,16 @@ def in_a_crowd(turn: Turn, coming: int) -> bool:
     it is the share that counts, those who were given up meanwhile are of it, too: else a network
     that fades loses all its nodes, one by one."""
     cluster, since = turn.cluster, max(turn.now - WINDOW_SECONDS, 0.0)
-    if too_many(cluster, coming + 1):
-        return True
     if not too_many(cluster, coming + 1 + len(cluster.doubtful) + len(cluster.given_up)):
         return False
-    gone = sum(1 for node in cluster.doubtful if cluster.nodes[node].silent_at >= since)
+    gone: Iterable[float] = map(_SILENT_AT, map(cluster.nodes.__getitem__, cluster.doubtful))
     if len(cluster.nodes) * MASS_SHARE_MAX >= MASS_NODES_MIN:
-        gone += sum(1 for at in cluster.given_up.values() if at >= since)
-    return too_many(cluster, coming + 1 + gone)
+        gone = chain(gone, cluster.given_up.values())
+    # No line of Python per node, and no more nodes than decide it: of thousands that fall silent
+    # together each one asks this.
+    enough = max(_few_of(len(cluster.nodes)) - coming, 0)
+    lately = len(list(islice(filter(since.__le__, gone), enough)))
+    return too_many(cluster, coming + 1 + lately)
 
 
 def _few(cluster: Cluster) -> int:
