@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keepstep import wire
 from keepstep.model import JobId, JobSpec, JobState, NodeId, Phase, Rank, Sign
@@ -153,3 +155,11 @@ def test_a_shared_report_survives_a_snapshot():
     assert state.fingerprint(again) == state.fingerprint(cluster)
     joiner = wire.SeatReport(Rank(3))
     assert tell(again, Phase.QUIESCE, joiner).orders == tell(cluster, Phase.QUIESCE, joiner).orders
+
+
+@given(st.lists(st.integers(0, 3), max_size=12))
+def test_each_report_is_met_once_in_the_order_of_ranks(shared):
+    # Equal, and not the same: what two ranks say for themselves stays two reports.
+    told = [wire.SeatReport(Rank(0)) for _ in range(4)]
+    met = alike.distinct(told[which] for which in shared)
+    assert [id(report) for report in met] == [id(told[which]) for which in dict.fromkeys(shared)]

@@ -57,6 +57,10 @@ def test_labels_decide_where_mirrors_are():
     made = roster.build(JobId("j"), Generation(1), "x", listed[0].node, seats, nodes)
     assert made.mirror_stride == 2, "neighbours have racks of their own, and one switch"
 
+    nodes[NodeId("n1")].shares = roster.shares({"rack": "r1"})
+    made = roster.build(JobId("j"), Generation(1), "x", listed[0].node, seats, nodes)
+    assert made.mirror_stride == 2, "one says nothing of its switch: the others still share theirs"
+
 
 @given(st.integers(2, 6), st.integers(1, 8))
 def test_block_placement_always_has_a_stride_without_collisions(nodes, each):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keepstep import wire
 from keepstep.model import JobId, JobSpec, JobState, NodeId, Phase, Rank, Severity, Sign, Term
@@ -378,3 +382,28 @@ def test_too_many_is_decided_as_if_all_had_been_counted(nodes: int):
     for silent in range(nodes + 1):
         usual = silent > max(suspicion.MASS_NODES_MIN - 1, int(alive * suspicion.MASS_SHARE_MAX))
         assert suspicion.too_many(cluster, silent) == usual
+
+
+@given(
+    st.sampled_from([2, 9, 29, 30, 31, 60]),
+    st.lists(st.sampled_from(["well", "dead", "lately", "long ago", "unlinked"]), max_size=60),
+    st.lists(st.sampled_from([-60.0, -1.0, 0.0]), max_size=6),
+    st.integers(0, 8),
+)
+def test_who_falls_silent_in_a_crowd_is_found_as_by_counting(nodes, how, given_up, coming):
+    now, cluster = 100.0, state.new_cluster("test")
+    for i in range(nodes):
+        step(cluster, wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b"), 0.0)
+    for i, what in enumerate(how[:nodes]):
+        node = cluster.nodes[NodeId(f"n{i}")]
+        node.alive = what != "dead"
+        if what in ("lately", "long ago", "unlinked"):
+            cluster.doubtful[node.node] = 90.0
+            node.silent_at = {"lately": 96.0, "long ago": 90.0, "unlinked": -1.0}[what]
+    cluster.given_up = {NodeId(f"g{i}"): now + ago for i, ago in enumerate(given_up)}
+    silent = coming + 1 + how[:nodes].count("lately")
+    if nodes >= 30:
+        silent += sum(ago >= -5.0 for ago in given_up)
+    alive = nodes - how[:nodes].count("dead")
+    many = silent > max(2, math.floor(alive * 0.10))
+    assert suspicion.in_a_crowd(Turn(cluster, now), coming) is many

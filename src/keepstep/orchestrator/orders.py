@@ -27,10 +27,10 @@ from keepstep.wire import (
     StartWorkers,
 )
 
-_NODE = attrgetter("node")
-_ALIVE = attrgetter("alive")
 NO_GENERATION = Generation(0)
 """For orders about jobs that the brain no longer knows."""
+_NODE = attrgetter("node")
+_ALIVE = attrgetter("alive")
 
 
 def tell(turn: Turn, job: Job, only: NodeId | None = None) -> None:
@@ -173,7 +173,8 @@ def _nodes(
 ) -> list[NodeId]:
     """Nodes with seats of the job, in the order of ranks; with `only`, that one at most."""
     seats = _seats(cluster, job, only)
-    if absent := without if isinstance(without, dict) else set(without):
+    absent = without if isinstance(without, dict) else set(without)
+    if absent:
         seats = [seat for seat in seats if seat.rank not in absent]
     # No line of Python per seat, if all are there: each phase of each generation asks.
     nodes = dict.fromkeys(map(_NODE, seats))

@@ -88,8 +88,8 @@ def in_a_crowd(turn: Turn, coming: int) -> bool:
     gone: Iterable[float] = map(_SILENT_AT, map(cluster.nodes.__getitem__, cluster.doubtful))
     if len(cluster.nodes) * MASS_SHARE_MAX >= MASS_NODES_MIN:
         gone = chain(gone, cluster.given_up.values())
-    # No line of Python per node, and no more nodes than decide it: of thousands that fall silent
-    # together each one asks this.
+    # No line of Python per silent node, and no more of those who fell silent lately than decide it:
+    # of thousands that do so together each one asks this.
     enough = max(_few_of(len(cluster.nodes)) - coming, 0)
     lately = len(list(islice(filter(since.__le__, gone), enough)))
     return too_many(cluster, coming + 1 + lately)
