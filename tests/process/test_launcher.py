@@ -178,6 +178,7 @@ def test_sigterm_saves_a_boundary_and_running_it_again_goes_on_there(
     until(lambda: steps.exists() and len(steps.read_bytes().splitlines()) > 5, "some steps")
     launched.process.send_signal(signal.SIGTERM)
     assert launched.ends() == EXIT_REQUEUE, launched.said()
+    assert "to go on: the same command, with --job j" in launched.said()
     made = len(steps.read_bytes().splitlines())
     assert 5 < made < 60
     (here / "hurry").touch()
