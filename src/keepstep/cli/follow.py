@@ -185,8 +185,6 @@ def _ended(job: dict[str, Any]) -> int:
         print(detail, file=sys.stderr, flush=True)
     _say(f"job {job['id']} {job['state']}" + (f", exit code {code}" if code else ""))
     if job["state"] == "saved":
-        if detail:
-            _say(detail)
         _say(f"to go on: the same command, with --job {job['id']}")
         return EXIT_REQUEUE
     if job["state"] == "stopped":
