@@ -78,9 +78,17 @@ class Earlier:
         before = kept.get("onto", [])
         told = {seed for part in before for seed in part["seeds"]}
         held = [month for month in months if not month.broken]
-        said = {name: kept[name] for name in ("at", "commit", "machine", "versions")}
-        said["seeds"] = [month.plan.seed for month in held if month.plan.seed not in told]
+        seeds = [month.plan.seed for month in held if month.plan.seed not in told]
+        said = {**record.origin(kept), "seeds": seeds}
         return cls(tuple(held), kept["asked"]["first"], (*before, said))
+
+
+@dataclasses.dataclass(slots=True)
+class Ran:
+    """The months of this run, and why it ended early."""
+
+    months: list[Month] = dataclasses.field(default_factory=list)
+    lost: str = ""
 
 
 def _run(asked: argparse.Namespace, seeds: Iterator[int]) -> Ran:
@@ -111,18 +119,13 @@ def _run(asked: argparse.Namespace, seeds: Iterator[int]) -> Ran:
                 )
                 for one in done:
                     ran.months.append(one.result())
+                    if broken := ran.months[-1].broken:
+                        # At once, and again at the end: there may be hours in between.
+                        print(f"seed {ran.months[-1].plan.seed}: {broken}", flush=True)
             except BrokenProcessPool as error:
                 # Whatever it was: the months that are complete are kept.
                 ran.lost = str(error)
                 return ran
-
-
-@dataclasses.dataclass(slots=True)
-class Ran:
-    """The months of this run, and why it ended early."""
-
-    months: list[Month] = dataclasses.field(default_factory=list)
-    lost: str = ""
 
 
 def _let_the_bench_decide() -> None:

@@ -189,8 +189,7 @@ class Earlier:
                 raise Permanent(
                     f"{args.onto} was measured with --{name.replace('_', '-')} {then}, not {now}"
                 )
-        said = {name: kept[name] for name in ("at", "commit", "machine", "versions")}
-        return cls(kept["runs"], [*kept.get("onto", []), said])
+        return cls(kept["runs"], [*kept.get("onto", []), record.origin(kept)])
 
     def segments(self, world: int) -> list[dict[str, Any]]:
         return list(self.runs.get(str(world), {}).get("segments", []))

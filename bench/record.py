@@ -48,6 +48,11 @@ def read(path: Path) -> dict[str, Any]:
     return kept
 
 
+def origin(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """When, where, at which commit and with what a result was made, for one that goes on."""
+    return {name: kept[name] for name in ("at", "commit", "machine", "versions")}
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on, as far as the machine knows itself."""
     return {
