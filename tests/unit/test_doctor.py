@@ -123,6 +123,7 @@ def test_a_healthy_cluster_gets_no_blame():
         ("picture.agents.n1.wire", 1, "warn", "speak version 1 of the wire"),
         ("picture.agents.n1.release", "0.2.0", "warn", "release differs: 0.1.0: n0; 0.2.0: n1"),
         ("picture.agents.n1.torch", "2.14.0", "warn", "torch differs"),
+        ("picture.agents.n1.slowed", 3, "warn", "n1: said so much that"),
         ("own.journal.away", True, "fail", "cannot be written"),
         ("own.journal.written_seconds_ago", 11.0, "fail", "was not renewed for 11 s"),
         ("own.journal.seq", 90_000, "warn", "since the last snapshot"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,14 @@ from keepstep.clock import RealClock
 from keepstep.errors import WireError
 from keepstep.model import Endpoint, Generation, JobId, NodeId, OrderId, Term
 from keepstep.orchestrator.pulses import SLICE, Frames, spread
-from keepstep.orchestrator.streams import MESSAGES_MAX, AgentStream, Line, addressed, listen
+from keepstep.orchestrator.streams import (
+    MESSAGE_BYTES,
+    MESSAGES_MAX,
+    AgentStream,
+    Line,
+    addressed,
+    listen,
+)
 
 NODE = NodeId("n")
 
@@ -152,7 +160,9 @@ def test_an_end_that_came_before_anybody_listened_ends_the_stream():
     run(scene())
 
 
-def test_an_agent_that_talks_faster_than_it_is_heard_has_to_wait():
+def test_an_agent_that_talks_faster_than_it_is_heard_has_to_wait(monkeypatch):
+    monkeypatch.setattr("keepstep.orchestrator.streams.MESSAGES_PER_SECOND_MAX", 1e9)
+
     async def scene() -> None:
         here = Scene()
         stream = await here.connect()
@@ -170,6 +180,58 @@ def test_an_agent_that_talks_faster_than_it_is_heard_has_to_wait():
         await here.close()
 
     run(scene())
+
+
+@pytest.mark.parametrize("what", ["heartbeats", "news", "long news"])
+def test_an_agent_that_says_too_much_is_read_more_slowly_and_loses_nothing(monkeypatch, what):
+    monkeypatch.setattr("keepstep.orchestrator.streams.MESSAGES_PER_SECOND_MAX", 2000.0)
+    monkeypatch.setattr("keepstep.orchestrator.streams.AHEAD_SECONDS_MAX", 0.1)
+    many = {"heartbeats": 1200, "news": 1200, "long news": 100}[what]
+    one = {
+        "heartbeats": wire.encode(wire.Heartbeat(NODE)),
+        "news": frame("x"),
+        "long news": frame("x" * 11 * MESSAGE_BYTES),
+    }[what]
+
+    async def scene() -> None:
+        here = Scene()
+        began = time.monotonic()
+        stream = await here.connect()
+        sending = asyncio.create_task(send_all(here.writer, [one] * many))
+        heard = asyncio.create_task(count(stream))
+        await until(lambda: not stream.transport.is_reading())
+        await sending
+        here.writer.write_eof()
+        await until(lambda: stream._ended)
+        # 1,200 at 2,000 in a second, of which the first 200 at once: half a second.
+        assert time.monotonic() - began > 0.4
+        assert await heard + len(here.beats) == many
+        assert stream.about["slowed"] > 0
+        assert stream.dropped == ""
+        await here.close()
+
+    run(scene())
+
+
+def test_an_agent_that_says_what_it_has_to_is_not_slowed():
+    async def scene() -> None:
+        here = Scene()
+        stream = await here.connect()
+        # All ranks of a large node tell of a whole migration at once, and of its standbys.
+        await send_all(here.writer, [frame("x" * 1000)] * 300)
+        heard = 0
+        async for _ in stream.messages():
+            heard += 1
+            if heard == 300:
+                break
+        assert "slowed" not in stream.about
+        await here.close()
+
+    run(scene())
+
+
+async def count(stream: AgentStream) -> int:
+    return len([message async for message in stream.messages()])
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -102,6 +102,7 @@ def judge(facts: Facts) -> tuple[Finding, ...]:
             _certificates(facts),
             _clocks(facts),
             _versions(facts),
+            _floods(facts),
             _journal(facts),
             _files(facts),
             _nodes(facts),
@@ -251,6 +252,15 @@ def _versions(facts: Facts) -> Iterator[Finding]:
         elif found:
             says = f"{what} {next(iter(found))} on all {len(agents)} nodes"
             yield Finding(Level.OK, "version", says)
+
+
+def _floods(facts: Facts) -> Iterator[Finding]:
+    agents: Plain = (facts.picture or {}).get("agents", {})
+    loud = [node for node, about in agents.items() if about.get("slowed")]
+    if loud:
+        says = f"{_some(loud)}: said so much that the orchestrator reads them more slowly"
+        fix = "see the agents' logs there: a worker that restarts in a loop, or not our agent"
+        yield Finding(Level.WARN, "nodes", says, fix)
 
 
 _SAME = {

@@ -310,7 +310,7 @@ def _answers() -> dict[str, Schema]:
                 "frozen": _or_null(_record({"why": STRING, "since": NUMBER})),
                 "self_doubt": _or_null(_record({"why": STRING, "since": NUMBER})),
                 "connected": _list(STRING),
-                "agents": _map(_record(agent) | {"description": "Perhaps certificate_until, too."}),
+                "agents": _map(_record(agent) | {"description": "Maybe slowed, certificate_until"}),
                 "pulses": _list(schema_of(wire.Heartbeat, asked=False)),
                 "paces": _map(schema_of(shown.Pace, asked=False)),
             }

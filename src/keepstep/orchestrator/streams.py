@@ -1,7 +1,8 @@
 """The orchestrator's end of one agent's stream: bounded bytes out, messages in.
 
 An agent that does not keep up is dropped rather than waited for: it reconnects, says what lives on
-its node, and is told again what it needs. Nothing here decides anything.
+its node, and is told again what it needs. One that says too much is read more slowly. Nothing here
+decides anything.
 
 Thousands of agents send a heartbeat each second or so, and little else. So a stream has no task of
 its own for either direction: frames are read as their bytes arrive, a heartbeat is handed over at
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from time import monotonic
+from typing import Any
 
 from keepstep import wire
 from keepstep.errors import WireError
@@ -26,6 +28,12 @@ WRITE_SECONDS_MAX = 10.0
 """An agent that does not take all we have for it in this time is gone, whatever TCP believes."""
 MESSAGES_MAX = 64
 """Messages that may wait to be heard; beyond it the agent's stream is not read for a while."""
+MESSAGES_PER_SECOND_MAX = 200.0
+MESSAGE_BYTES = 16 * 1024
+"""A longer message counts as several."""
+AHEAD_SECONDS_MAX = 2.0
+"""So much of its rate an agent may say at once. Whoever says more is heard later, and loses nothing
+but time: a node that is broken, or broken into, must not take the time of all others."""
 
 NEWS = (
     wire.Observed,
@@ -63,8 +71,8 @@ class Line(asyncio.StreamReaderProtocol):
             listener.feed(early)
         if self._other_side_ended or listener.transport.is_closing():
             listener.end()
-        elif not listener.dropped:
-            listener.transport.resume_reading()
+        else:
+            listener.read_on()
 
     def data_received(self, data: bytes) -> None:
         if self._listener is None:
@@ -101,8 +109,8 @@ class AgentStream:
         self.transport = writer.transport
         self.version = version
         """Of the wire, as both sides speak it."""
-        self.about: dict[str, str | float] = {"wire": version}
-        """What is installed on the node, for people."""
+        self.about: dict[str, Any] = {"wire": version}
+        """What is installed on the node, for people, and how often it said too much."""
         if shown := writer.get_extra_info("peercert"):
             # As it was shown: what is renewed meanwhile comes with the next connection.
             self.about["certificate_until"] = ssl.cert_time_to_seconds(shown["notAfter"])
@@ -112,6 +120,9 @@ class AgentStream:
         self._outbox_bytes_max = outbox_bytes_max
         self._taken_at = monotonic()
         """When the agent had last taken everything."""
+        self._heard_until = 0.0
+        """When all that it said would have been said, at the highest rate."""
+        self._resting = False
         self._decoder = wire.Decoder()
         self._messages: deque[wire.Message] = deque()
         self._ended = False
@@ -151,8 +162,10 @@ class AgentStream:
         mean the same thing."""
         if self.dropped:
             return
+        count = len(data) / MESSAGE_BYTES
         try:
             for message in self._decoder.feed(data):
+                count += 1
                 if isinstance(message, wire.Heartbeat):
                     self._on_beat(self, message)
                     if self.transport.is_closing():
@@ -166,6 +179,27 @@ class AgentStream:
             self._news.set()
             if len(self._messages) > MESSAGES_MAX:
                 self.transport.pause_reading()
+        self._rest(count)
+
+    def _rest(self, count: float) -> None:
+        """Not read on before so many messages may have been said."""
+        now = monotonic()
+        earliest = max(self._heard_until, now - AHEAD_SECONDS_MAX)
+        self._heard_until = earliest + count / MESSAGES_PER_SECOND_MAX
+        if self._heard_until > now and not self._resting:
+            self._resting = True
+            self.about["slowed"] = self.about.get("slowed", 0) + 1
+            self.transport.pause_reading()
+            asyncio.get_running_loop().call_later(self._heard_until - now, self._rested)
+
+    def _rested(self) -> None:
+        self._resting = False
+        self.read_on()
+
+    def read_on(self) -> None:
+        """Listen again, unless it says too much or too many of its messages wait."""
+        if not (self._ended or self._resting or len(self._messages) > MESSAGES_MAX):
+            self.transport.resume_reading()
 
     def end(self) -> None:
         """The other side has ended, or we have."""
@@ -179,8 +213,8 @@ class AgentStream:
         while True:
             while self._messages:
                 yield self._messages.popleft()
-                if len(self._messages) == MESSAGES_MAX // 2 and not self._ended:
-                    self.transport.resume_reading()
+                if len(self._messages) == MESSAGES_MAX // 2:
+                    self.read_on()
             if self._ended:
                 return
             self._news.clear()
