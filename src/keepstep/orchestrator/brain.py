@@ -119,6 +119,8 @@ def due(cluster: Cluster) -> float | None:
     moments: list[float] = []
     for name in cluster.open_jobs:
         job = cluster.jobs[name]
+        if job.migration is None and job.broken_at < 0 and job.stalls_at < 0 and not job.missing:
+            continue  # Nearly always nearly all of them, after every event.
         if cluster.frozen and policy.stands_still(cluster, job):
             continue
         if job.missing:

@@ -125,7 +125,10 @@ def mirror_stride(nodes: Sequence[NodeId], *domains: Sequence[str]) -> int:
     for stride in (*range(1, min(size, STRIDES_TRIED_MAX + 1)), *(b for b in blocks if b < size)):
         if own[0] == own[stride] and fewest[0] == 0:
             continue
-        collisions = [_collisions(each, stride) for each in places]
+        collisions = [_collisions(own, stride)]
+        if collisions[0] > fewest[0]:
+            continue
+        collisions += (_collisions(each, stride) for each in places[1:])
         if collisions < fewest:
             best, fewest = stride, collisions
     return best
