@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from bench import campaign, page, record, tables
+from bench.plan import BATCH
 from bench.scenario import names
 from keepstep.errors import KeepstepError
 
@@ -71,6 +72,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="fault-free; default: 150")
     parser.add_argument("--short", action="store_true", help="about 25 s a run: a try-out")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=BATCH, help=f"default: {BATCH} per rank")
     parser.add_argument("--seed", type=int, default=1, help="of weights and data")
     parser.add_argument("--hostfile", type=Path, help="NAME [slots=N] per line; over ssh")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the runs' logs here")

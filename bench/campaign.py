@@ -121,7 +121,13 @@ def refusal(job: Job, arm: str, args: argparse.Namespace) -> str:
 
 
 def plan_of(job: Job, args: argparse.Namespace) -> Plan:
-    return Plan(parallel=job.workload, size=job.size, world=args.ranks, seed=args.seed)
+    return Plan(
+        parallel=job.workload,
+        size=job.size,
+        world=args.ranks,
+        batch=args.batch,
+        seed=args.seed,
+    )
 
 
 def arm_of(spec: str, hosts: tuple[launching.Host, ...]) -> Arm:

@@ -21,6 +21,8 @@ SIZES = {
     "100m": (768, 14, 12),
 }
 """By parameters. 1m is for tests alone; 100m is for what moves much state."""
+BATCH = 2
+"""So few that a step is short, and most of it is traffic between the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Plan:
     size: str = "3m"
     world: int = 4
     steps: int = 100
-    batch: int = 2
+    batch: int = BATCH
     """Samples per rank and step."""
     context: int = 64
     """Characters per sample."""

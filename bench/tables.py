@@ -13,9 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench import figures
+from bench.plan import BATCH
 
 OTHERS_MAX = 0.10
 """Above this a run is called disturbed. It is told, never left out."""
+SAMPLES = ", batch "
+"""Behind the workload's name where it is not the usual one: nor are those mixed."""
 SHORT = ", short runs"
 """Behind the workload's name: what a try-out says is never mixed with measurements."""
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -113,12 +116,15 @@ def groups(results: Sequence[Mapping[str, Any]]) -> list[Group]:
 def workload_name(result: Mapping[str, Any], case: Mapping[str, Any]) -> str:
     plan = case["plan"]
     name = f"{plan['parallel']} {plan['size']} x{plan['world']}"
+    if (batch := plan.get("batch", BATCH)) != BATCH:
+        name += f"{SAMPLES}{batch}"
     return name + (SHORT if result["short"] else "")
 
 
 def spoken(workload: str) -> str:
     name, short, _ = workload.partition(SHORT)
-    return f"{name} ranks{short}"
+    name, apart, batch = name.partition(SAMPLES)
+    return f"{name} ranks{apart}{batch}{short}"
 
 
 def _group(

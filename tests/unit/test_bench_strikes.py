@@ -204,7 +204,7 @@ def test_no_campaign_reads_what_an_earlier_one_left_in_the_same_place(tmp_path):
 
 def test_a_scenario_that_does_not_exist_is_told_before_the_first_run(capsys):
     args = argparse.Namespace(
-        hostfile=None, keep=None, ranks=4, seed=1, seconds=1.0, short=False, repeat=1
+        hostfile=None, keep=None, ranks=4, batch=2, seed=1, seconds=1.0, short=False, repeat=1
     )
     jobs = [Job(name, "ddp", "1m", ("bare",), 1) for name in ("clean", "klls")]
     with pytest.raises(ConfigError, match="klls"):
@@ -215,7 +215,7 @@ def test_a_lost_host_is_an_exit_of_its_own_and_costs_no_case_that_is_complete(
     tmp_path, monkeypatch, capsys
 ):
     args = argparse.Namespace(
-        hostfile=None, keep=tmp_path, ranks=2, seed=1, seconds=1.0, short=True, repeat=1
+        hostfile=None, keep=tmp_path, ranks=2, batch=2, seed=1, seconds=1.0, short=True, repeat=1
     )
     jobs = [Job(name, "ddp", "1m", ("bare",), 1) for name in ("clean", "kills")]
     kept: list[dict[str, Any]] = []

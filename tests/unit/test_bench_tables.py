@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import page, record, tables
+from bench.plan import BATCH
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,6 +112,19 @@ def test_a_try_out_is_never_mixed_with_measurements():
     found = tables.groups([a_result(runs), a_result(runs, short=True)])
     assert [g.runs for g in found if g.arm == "x"] == [1, 1]
     assert "12.0" in page.page(a_result(runs, short=True), "f")
+
+
+def test_another_batch_is_another_workload():
+    runs = (a_run("bare", 10.0), a_run("x", 12.0))
+    usual, larger = a_result(runs), a_result(runs, short=True)
+    usual["cases"][0]["plan"]["batch"] = BATCH
+    larger["cases"][0]["plan"]["batch"] = 8
+    found = [g for g in tables.groups([a_result(runs), usual, larger]) if g.arm == "x"]
+    assert [(g.workload, g.runs) for g in found] == [
+        ("ddp 3m x4", 2),
+        ("ddp 3m x4, batch 8, short runs", 1),
+    ]
+    assert tables.spoken(found[1].workload) == "ddp 3m x4 ranks, batch 8, short runs"
 
 
 def test_a_run_that_failed_is_counted_and_named():
