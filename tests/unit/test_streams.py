@@ -12,13 +12,18 @@ import pytest
 from keepstep import wire
 from keepstep.agent.stream import Stream
 from keepstep.clock import RealClock
+from keepstep.config import OrchestratorConfig
 from keepstep.errors import WireError
 from keepstep.model import Endpoint, Generation, JobId, NodeId, OrderId, Term
 from keepstep.orchestrator.pulses import SLICE, Frames, spread
+from keepstep.orchestrator.stepping_down import ALONE_SECONDS
 from keepstep.orchestrator.streams import (
     MESSAGE_BYTES,
     MESSAGES_MAX,
+    REST_SECONDS_MAX,
     AgentStream,
+    Allowance,
+    Allowances,
     Line,
     addressed,
     listen,
@@ -197,10 +202,9 @@ def test_an_agent_that_says_too_much_is_read_more_slowly_and_loses_nothing(monke
         here = Scene()
         began = time.monotonic()
         stream = await here.connect()
-        sending = asyncio.create_task(send_all(here.writer, [one] * many))
+        stream.feed(one * many)
+        assert not stream.transport.is_reading()
         heard = asyncio.create_task(count(stream))
-        await until(lambda: not stream.transport.is_reading())
-        await sending
         here.writer.write_eof()
         await until(lambda: stream._ended)
         # 1,200 at 2,000 in a second, of which the first 200 at once: half a second.
@@ -213,18 +217,61 @@ def test_an_agent_that_says_too_much_is_read_more_slowly_and_loses_nothing(monke
     run(scene())
 
 
-def test_an_agent_that_says_what_it_has_to_is_not_slowed():
+def test_an_agent_that_tells_of_many_ended_jobs_is_not_slowed():
     async def scene() -> None:
         here = Scene()
         stream = await here.connect()
-        # All ranks of a large node tell of a whole migration at once, and of its standbys.
-        await send_all(here.writer, [frame("x" * 1000)] * 300)
-        heard = 0
-        async for _ in stream.messages():
-            heard += 1
-            if heard == 300:
-                break
+        assert Allowances().greet(stream)
+        # Sixty-four jobs in its room, with sixteen ranks each.
+        many = 64 * 16
+        await send_all(here.writer, [frame("x" * 200)] * many)
+        here.writer.write_eof()
+        assert await count(stream) == many
         assert "slowed" not in stream.about
+        await here.close()
+
+    run(scene())
+
+
+def test_nobody_rests_for_so_long_that_its_node_would_be_taken_for_silent():
+    allowance = Allowance()
+    assert allowance.take(100_000, now=50.0) == REST_SECONDS_MAX
+    assert allowance.take(100_000, now=51.0) == REST_SECONDS_MAX
+    assert min(ALONE_SECONDS, OrchestratorConfig().silent_seconds_max) / 2 > REST_SECONDS_MAX
+    assert allowance.take(1, now=60.0) == 0.0, "silence is made good"
+
+
+def test_a_new_connection_is_no_way_to_say_more(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("keepstep.orchestrator.streams.monotonic", lambda: now)
+
+    async def scene() -> None:
+        here, there, node = Scene(), Scene(), Allowances()
+        greeted = 0
+        stream = await here.connect()
+        while node.greet(stream):
+            greeted += 1
+        assert 20 < greeted < 60, "an agent that flaps is let in"
+        other = await there.connect()
+        other.node = NodeId("m")
+        assert node.greet(other), "and so are all others"
+        await here.close()
+        await there.close()
+
+    run(scene())
+
+
+def test_a_stream_that_ends_while_it_rests_is_left_alone(monkeypatch):
+    monkeypatch.setattr("keepstep.orchestrator.streams.AHEAD_SECONDS_MAX", 0.0)
+
+    async def scene() -> None:
+        here = Scene()
+        stream = await here.connect()
+        stream.feed(frame("x") * 10)
+        resting = stream._resting
+        stream.drop("enough")
+        assert resting.cancelled()
+        assert [message async for message in stream.messages()] == []
         await here.close()
 
     run(scene())

@@ -258,7 +258,7 @@ def _floods(facts: Facts) -> Iterator[Finding]:
     agents: Plain = (facts.picture or {}).get("agents", {})
     loud = [node for node, about in agents.items() if about.get("slowed")]
     if loud:
-        says = f"{_some(loud)}: said so much that the orchestrator reads them more slowly"
+        says = f"{_some(loud)}: said so much that the orchestrator read them more slowly"
         fix = "see the agents' logs there: a worker that restarts in a loop, or not our agent"
         yield Finding(Level.WARN, "nodes", says, fix)
 

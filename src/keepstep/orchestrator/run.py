@@ -67,7 +67,7 @@ from keepstep.orchestrator.stepped import (
     with_its_age,
 )
 from keepstep.orchestrator.stepping_down import hears_nobody, heeds, why_not_term
-from keepstep.orchestrator.streams import NEWS, AgentStream, addressed, listen, refuse
+from keepstep.orchestrator.streams import NEWS, AgentStream, Allowances, addressed, listen, refuse
 
 REREADS_MAX = 100
 """Steps that may fail in one term, each answered by reading the journal again, before we leave."""
@@ -96,6 +96,7 @@ class Orchestrator:
         self._streams: dict[NodeId, AgentStream] = {}
         self._boots: dict[NodeId, str] = {}
         """What the agents of those streams call themselves besides their nodes' names."""
+        self._allowances = Allowances()
         self._alive = Liveness()
         # For whoever shows them: who is here, and what they said last.
         self.connected, self.heartbeats = self._streams.keys(), self._alive.heartbeats.values()
@@ -480,6 +481,8 @@ class Orchestrator:
         limit, version = self._config.outbox_bytes_max, wire.agreed(hello.speaks)
         stream = AgentStream(hello.node, writer, self._beats, limit, version)
         stream.about |= {"release": hello.release, "torch": hello.torch}
+        if not self._allowances.greet(stream):
+            return  # One hello after the other: it tries again, and later each time.
         if old := self._streams.get(hello.node):
             old.drop("replaced by a newer connection")
         self._streams[hello.node], self._boots[hello.node] = stream, hello.boot

@@ -28,12 +28,16 @@ WRITE_SECONDS_MAX = 10.0
 """An agent that does not take all we have for it in this time is gone, whatever TCP believes."""
 MESSAGES_MAX = 64
 """Messages that may wait to be heard; beyond it the agent's stream is not read for a while."""
-MESSAGES_PER_SECOND_MAX = 200.0
+MESSAGES_PER_SECOND_MAX = 400.0
 MESSAGE_BYTES = 16 * 1024
 """A longer message counts as several."""
-AHEAD_SECONDS_MAX = 2.0
-"""So much of its rate an agent may say at once. Whoever says more is heard later, and loses nothing
-but time: a node that is broken, or broken into, must not take the time of all others."""
+HELLO_MESSAGES = 50
+"""And so does a hello, because it is written down and answered."""
+AHEAD_SECONDS_MAX = 5.0
+"""So much of its rate an agent may say at once: after its hello it tells of the ends of all ranks
+of all jobs that it still has in its room, of which there may be a thousand."""
+REST_SECONDS_MAX = 1.0
+"""Before we read on. A node that rested for longer would be taken for silent."""
 
 NEWS = (
     wire.Observed,
@@ -93,6 +97,26 @@ class Line(asyncio.StreamReaderProtocol):
         super().connection_lost(exc)
 
 
+class Allowance:
+    """How much a node may say. A node that is broken, or broken into, must not take the time of all
+    others: what it says beyond this is read later, and what it would say after that is not read
+    before."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        """When all that was said would have been said, at the highest rate."""
+        self.exceeded = 0
+        """How often there was a rest."""
+
+    def take(self, messages: float, now: float) -> float:
+        """So much was said. Returns the seconds before more may be."""
+        earliest = max(self._until, now - AHEAD_SECONDS_MAX)
+        later = earliest + messages / MESSAGES_PER_SECOND_MAX
+        self._until = min(later, now + REST_SECONDS_MAX)
+        self.exceeded += self._until > now
+        return max(0.0, self._until - now)
+
+
 class AgentStream:
     """One connection of one agent, from its Hello to its end."""
 
@@ -120,9 +144,8 @@ class AgentStream:
         self._outbox_bytes_max = outbox_bytes_max
         self._taken_at = monotonic()
         """When the agent had last taken everything."""
-        self._heard_until = 0.0
-        """When all that it said would have been said, at the highest rate."""
-        self._resting = False
+        self.allowance = Allowance()
+        self._resting: asyncio.TimerHandle | None = None
         self._decoder = wire.Decoder()
         self._messages: deque[wire.Message] = deque()
         self._ended = False
@@ -182,28 +205,29 @@ class AgentStream:
         self._rest(count)
 
     def _rest(self, count: float) -> None:
-        """Not read on before so many messages may have been said."""
-        now = monotonic()
-        earliest = max(self._heard_until, now - AHEAD_SECONDS_MAX)
-        self._heard_until = earliest + count / MESSAGES_PER_SECOND_MAX
-        if self._heard_until > now and not self._resting:
-            self._resting = True
-            self.about["slowed"] = self.about.get("slowed", 0) + 1
+        """After so many messages: read no more for a while, if they were too many."""
+        seconds = self.allowance.take(count, monotonic())
+        if seconds and self._resting is None and not self._ended:
+            self.about["slowed"] = self.allowance.exceeded
             self.transport.pause_reading()
-            asyncio.get_running_loop().call_later(self._heard_until - now, self._rested)
+            self._resting = asyncio.get_running_loop().call_later(seconds, self._rested)
 
     def _rested(self) -> None:
-        self._resting = False
+        self._resting = None
         self.read_on()
 
     def read_on(self) -> None:
         """Listen again, unless it says too much or too many of its messages wait."""
-        if not (self._ended or self._resting or len(self._messages) > MESSAGES_MAX):
+        waits = self._resting is not None or len(self._messages) > MESSAGES_MAX
+        if not (self._ended or waits or self.transport.is_closing()):
             self.transport.resume_reading()
 
     def end(self) -> None:
         """The other side has ended, or we have."""
         self._ended = True
+        if self._resting is not None:
+            self._resting.cancel()
+            self._resting = None
         self._news.set()
 
     # ------------------------------------------------------------ what the loop asks for
@@ -219,6 +243,18 @@ class AgentStream:
                 return
             self._news.clear()
             await self._news.wait()
+
+
+class Allowances:
+    """Those of all nodes. They outlive connections: a new one is no way to say more."""
+
+    def __init__(self) -> None:
+        self._known: dict[NodeId, Allowance] = {}
+
+    def greet(self, stream: AgentStream) -> bool:
+        """A node has said hello on this stream. False: as it does all the time; close it."""
+        stream.allowance = self._known.setdefault(stream.node, stream.allowance)
+        return stream.allowance.take(HELLO_MESSAGES, monotonic()) < REST_SECONDS_MAX
 
 
 async def listen(
