@@ -79,8 +79,10 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    first, second = (tables.groups([record.read(path)]) for path in (args.first, args.second))
-    lines = tables.compared(first, second)
+    both = [tables.quietest([record.read(path)]) for path in (args.first, args.second)]
+    lines = tables.compared(*(tables.groups(results) for results, _ in both))
+    if any(left_out for _, left_out in both):
+        print(f"disturbed runs, left out: {' and '.join(str(n) for _, n in both)}")
     print("\n".join(lines) or "they have no row in common")
     return 1 if any("DIFFERS" in line for line in lines) else 0 if lines else 2
 

@@ -111,7 +111,7 @@ class Run:
         watch = watch_of(self.plan.directory, interface, self.launch)
         self.plan.write()
         began = time.monotonic()
-        moved, others = 0, None
+        moved, others, pace = 0, None, None
         try:
             watch.start()
             self.arm.start(self.plan, self.launch)
@@ -122,6 +122,7 @@ class Run:
                 striker.begin(self._zero())
                 outcome = self._wait_last(limits, told)
                 moved, others = watch.moved_bytes(), watch.others_share()
+                pace = watch.pace_seconds()
                 striker.stop()
                 if not outcome:
                     self._wait_ends()
@@ -143,6 +144,7 @@ class Run:
             "memory_bytes_max": watch.memory_bytes_max,
             "moved_bytes": moved,
             "others_share": None if others is None else round(others, 4),
+            "pace_seconds": None if pace is None else round(pace, 7),
             "processes_left": left,
             "said": self._last_words() if outcome else {},
             "truth": asdict(self._evaluate(striker)),

@@ -7,16 +7,21 @@
 A rented machine gives its processor to others for seconds at a time ("steal"). A comparison in
 which that met one arm and not the other says nothing, so it is made again. The rule looks at what
 others took and never at how the comparison went.
+
+It also runs others on the other half of our cores, or lowers their clock. That takes no time from
+us and makes us slow all the same: `pace` is what the same work costs now.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+PACE_ROUNDS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,21 @@ def others(before: Look, after: Look) -> float:
     machine = after.machine - before.machine
     theirs = (after.taken - before.taken) - (after.own - before.own)
     return max(0.0, theirs / machine) if machine > 0 else 0.0
+
+
+def busy(before: Look, after: Look) -> float:
+    """The share of the machine that anybody had."""
+    machine = after.machine - before.machine
+    return (after.taken - before.taken) / machine if machine > 0 else 0.0
+
+
+def pace() -> float:
+    """Seconds of processor for a fixed piece of work: about a millisecond."""
+    began = time.thread_time()
+    total = 0
+    for number in range(PACE_ROUNDS):
+        total += number * number
+    return time.thread_time() - began
 
 
 def _had(pid: int) -> float:

@@ -17,6 +17,8 @@ from bench.plan import BATCH
 
 OTHERS_MAX = 0.10
 """Above this a run is called disturbed. It is told, never left out."""
+PACE_OFF_MAX = 0.10
+"""So is one in which the same work cost more, or less, than in its bare run."""
 SAMPLES = ", batch "
 """Behind the workload's name where it is not the usual one: nor are those mixed."""
 SHORT = ", short runs"
@@ -72,6 +74,8 @@ class Group:
     strikes: int
     others: Spread | None
     """The share of the machine that went to others meanwhile."""
+    slower: Spread | None
+    """What the same work cost meanwhile, by what it cost in the bare run; None: not known."""
     notes: tuple[str, ...] = ()
     """What else has to be said about these runs."""
     refused: str = ""
@@ -171,11 +175,27 @@ def _group(
         spread(run["start_seconds"] for run in runs),
         sum(1 for run in runs for s in run["strikes"] if s["pid"]),
         spread(run.get("others_share") for run in runs),
-        tuple(_notes(runs)),
+        spread(slower(run, bare) for run, bare in pairs),
+        tuple(_notes(pairs)),
     )
 
 
-def _notes(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def slower(run: Mapping[str, Any], bare: Mapping[str, Any] | None) -> float | None:
+    """By how much the machine was slower than for the bare run of the same repetition."""
+    mine, its = run.get("pace_seconds"), (bare or {}).get("pace_seconds")
+    return mine / its if mine and its else None
+
+
+def same_pace(run: Mapping[str, Any], bare: Mapping[str, Any] | None) -> bool:
+    """As far as it is known: earlier results do not tell."""
+    ratio = slower(run, bare)
+    return ratio is None or 1 / (1 + PACE_OFF_MAX) <= ratio <= 1 + PACE_OFF_MAX
+
+
+def _notes(
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None]],
+) -> Iterator[str]:
+    runs = [run for run, _ in pairs]
     differ = sum(run["truth"]["disagreements"] for run in runs)
     if differ:
         yield f"ranks saw different gradients in {differ} steps"
@@ -185,6 +205,9 @@ def _notes(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     disturbed = sum(1 for run in runs if (run.get("others_share") or 0.0) > OTHERS_MAX)
     if disturbed:
         yield f"others took more than {OTHERS_MAX:.0%} of the machine in {disturbed} of its runs"
+    uneven = sum(1 for run, bare in pairs if not same_pace(run, bare))
+    if uneven:
+        yield f"the machine was not as fast as for the bare run in {uneven} of its runs"
     yield from (run["striker_failed"] for run in runs if run.get("striker_failed"))
 
 
@@ -219,6 +242,7 @@ COLUMNS = (
     ("moved", "GiB moved"),
     ("start", "start s"),
     ("others", "others"),
+    ("slower", "slower"),
 )
 
 
@@ -244,6 +268,7 @@ def cells(group: Group) -> dict[str, str]:
         "moved": told(group.moved_gib),
         "start": told(group.start_seconds, 1),
         "others": told(group.others),
+        "slower": told(group.slower),
     }
 
 
@@ -310,7 +335,10 @@ UNQUIET = "disturbed"
 
 def is_quiet(group: Group) -> bool:
     """Whether figures of time may be told: it is known what others took, and it was little."""
-    return group.others is not None and group.others.high <= OTHERS_MAX
+    if group.others is None or group.others.high > OTHERS_MAX:
+        return False
+    pace = group.slower
+    return pace is None or (pace.high <= 1 + PACE_OFF_MAX and pace.low >= 1 / (1 + PACE_OFF_MAX))
 
 
 def quietest(
@@ -327,7 +355,7 @@ def quietest(
 
     def quiet(run: Mapping[str, Any], repetition: Sequence[Mapping[str, Any]]) -> bool:
         return took_little(run) and all(
-            took_little(other) for other in repetition if is_bare(other)
+            took_little(other) and same_pace(run, other) for other in repetition if is_bare(other)
         )
 
     def key(

@@ -25,6 +25,7 @@ from bench.arms.arm import ROOT, Processes
 from bench.launch import Launch, marked, python_path
 
 LOOK_SECONDS = 2.0
+BUSY_SHARE_MIN = 0.7
 ALONE_LOOKS_MAX = 600
 """A host's watcher whose run is over, and whom nobody told to end."""
 
@@ -39,6 +40,9 @@ class Look:
     """By the interface, since the machine was started."""
     others: float | None
     """The share of the machine that went to others since the look before; None at the first."""
+    pace: float | None
+    """What the same work costs now (quiet.pace); None while the machine is idle, because then it
+    always costs less."""
 
 
 class Watch(Protocol):
@@ -53,6 +57,10 @@ class Watch(Protocol):
     def others_share(self) -> float | None:
         """The median: starts and deaths of our own processes are outliers in it. None: nobody
         could look, because nothing of the run was there."""
+        ...
+
+    def pace_seconds(self) -> float | None:
+        """The median. None: the machine was never busy."""
         ...
 
     def moved_bytes(self) -> int: ...
@@ -75,15 +83,17 @@ class Looking:
         self._before = quiet.look(())
 
     def look(self) -> Look:
-        others = None
+        others = pace = None
         if self._known:
             # Of the same processes as before: one that was started or ended in between counts
             # as others', which is on the safe side.
-            others = quiet.others(self._before, quiet.look(self._known))
+            now = quiet.look(self._known)
+            others = quiet.others(self._before, now)
+            pace = quiet.pace() if quiet.busy(self._before, now) >= BUSY_SHARE_MIN else None
         self._known = list(marked(self._directory))
         self._before = quiet.look(self._known)
         memory = sum(map(memory_bytes, self._known))
-        return Look(memory, interface_bytes(self._interface), others)
+        return Look(memory, interface_bytes(self._interface), others, pace)
 
 
 class NearWatch(threading.Thread):
@@ -93,6 +103,7 @@ class NearWatch(threading.Thread):
         super().__init__(name="watch", daemon=True)
         self.memory_bytes_max = 0
         self._others: list[float] = []
+        self._paces: list[float] = []
         self._looking = Looking(directory, interface)
         self._interface = interface
         self._sent_before = interface_bytes(interface)
@@ -104,13 +115,19 @@ class NearWatch(threading.Thread):
             self.memory_bytes_max = max(self.memory_bytes_max, look.memory_bytes)
             if look.others is not None:
                 self._others.append(look.others)
+            if look.pace is not None:
+                self._paces.append(look.pace)
 
     def begin_counting(self) -> None:
         self._others.clear()
+        self._paces.clear()
         self._sent_before = interface_bytes(self._interface)
 
     def others_share(self) -> float | None:
         return figures.median(self._others) if self._others else None
+
+    def pace_seconds(self) -> float | None:
+        return figures.median(self._paces) if self._paces else None
 
     def moved_bytes(self) -> int:
         return interface_bytes(self._interface) - self._sent_before
@@ -155,6 +172,12 @@ class FarWatch:
         hosts = [[look.others for look in looks[1:]] for looks in self._counted()]
         shares = [[share for share in host if share is not None] for host in hosts]
         return max(map(figures.median, shares)) if all(shares) else None
+
+    def pace_seconds(self) -> float | None:
+        """Of the slowest host."""
+        hosts = [[look.pace for look in looks[1:]] for looks in self._counted()]
+        paces = [[pace for pace in host if pace is not None] for host in hosts]
+        return max(map(figures.median, paces)) if all(paces) else None
 
     def moved_bytes(self) -> int:
         counted = [looks for looks in self._counted() if looks]

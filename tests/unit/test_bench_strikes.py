@@ -138,7 +138,8 @@ def test_what_the_hosts_watchers_saw_is_added_up(tmp_path):
     watch = FarWatch(str(tmp_path), "lo", Ssh("/srv", (Host("h1"), Host("h2"))))
 
     def sees(host: str, memory: int, sent: int, others: float | None) -> None:
-        look = {"memory_bytes": memory, "sent_bytes": sent, "others": others}
+        pace = None if others is None else others / 100
+        look = {"memory_bytes": memory, "sent_bytes": sent, "others": others, "pace": pace}
         with (tmp_path / f"watch-{host}.log").open("a", encoding="utf-8") as file:
             file.write(json.dumps(look) + "\r\n")
 
@@ -157,6 +158,7 @@ def test_what_the_hosts_watchers_saw_is_added_up(tmp_path):
     assert watch.memory_bytes_max == 50 + 9
     assert watch.moved_bytes() == 200 + 100, "since the last look before the first step"
     assert watch.others_share() == 0.2, "the median of the host that had most taken away"
+    assert watch.pace_seconds() == pytest.approx(0.002), "and that of the slowest"
 
 
 def test_an_operators_kill_that_could_not_be_told_is_tried_again():

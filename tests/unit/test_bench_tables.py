@@ -141,6 +141,20 @@ def test_what_others_took_is_told_and_nothing_is_left_out():
     assert "others took more than 10% of the machine in 1 of its runs" in tables.terminal([found])
 
 
+@pytest.mark.parametrize("pace", [0.0012, 0.0008])
+def test_a_machine_that_is_faster_or_slower_than_for_the_bare_run_disturbs(pace):
+    """Nobody takes time from us then, and yet all that we do takes longer, or did."""
+    bare = {**a_run("bare", 10.0), "pace_seconds": 0.001}
+    uneven = a_result((bare, {**a_run("x", 30.0), "pace_seconds": pace}))
+    found = row(uneven, "x")
+    assert (found.to_bare.middle, tables.is_quiet(found)) == (3.0, False)
+    assert tables.cells(found)["slower"] == f"{pace / 0.001:.2f}"
+    assert "not as fast as for the bare run in 1 of its runs" in tables.terminal([found])
+    assert "| x | 1/1 | disturbed |" in tables.markdown([uneven], ["f"])
+    even = a_result((bare, {**a_run("x", 12.0), "pace_seconds": 0.00105}))
+    assert "| x | 1/1 | 1.200 |" in tables.markdown([uneven, even], ["f", "g"])
+
+
 @pytest.mark.parametrize(("arm", "share"), [("x", 0.4), ("bare", 0.4), ("x", None)])
 def test_the_readme_tells_no_times_of_runs_that_were_or_may_have_been_disturbed(arm, share):
     runs = [a_run("bare", 10.0), a_run("x", 12.0, pauses=[0.1], lost=3)]
