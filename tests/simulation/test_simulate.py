@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from keepstep.chaos import simulate
-from keepstep.chaos.simulated import digest_of, state_at
+from keepstep.chaos import simulate, simulated_loss
+from keepstep.chaos.simulated import Worker, digest_of, state_at
 from keepstep.chaos.simulated_checks import ROOM_SECONDS_MAX, Referee
 from keepstep.chaos.simulated_setting import SMALL, TRAIN
-from keepstep.model import Generation, JobState, MigrationId, Phase, Rank
+from keepstep.model import Generation, JobState, MigrationId, Phase, Rank, Seat
 from keepstep.orchestrator import state
 from keepstep.orchestrator.turn import Note
 
@@ -83,6 +83,55 @@ def test_seeds_that_once_failed(seed: int):
 def test_seeds_of_competing_jobs_that_once_failed(seed: int):
     result = simulate.run_seed(seed)
     assert {result.outcome, *result.others} == {"finished"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_journal_that_loses_its_end_costs_no_step_and_no_operator():
+    """Nobody has to stop a job by hand: none is in doubt when all is over."""
+    runs = [simulated_loss.Loss(seed) for seed in range(150)]
+    ends = [simulate.told(run).outcome for run in runs]
+    assert set(ends) <= {"finished", "saved", "failed", "held"}
+    assert ends.count("finished") > 120
+    assert sum(len(run.lost) for run in runs) > 150
+    assert sum(run.gaps for run in runs) > 200, "agents prove it"
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        374,  # Private state was where ranks had sat before what was forgotten.
+        695,  # Old reports of a stall were dropped, and no entry said so.
+        927,  # Incarnations were skipped to twice.
+        1416,  # Likewise, and a node was started anew.
+    ],
+)
+def test_seeds_of_a_journal_that_lost_its_end_which_once_failed(seed: int):
+    # The referee looks at the rest; that of 374 and 927 also raise, as users' code does.
+    assert simulate.told(simulated_loss.Loss(seed)).outcome in ("finished", "failed")
+
+
+def test_where_nothing_is_lost_nobody_claims_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(simulated_loss, "LOSS_CHANCE", -1.0)
+    runs = [simulated_loss.Loss(seed) for seed in range(10)]
+    assert [simulate.told(run).outcome for run in runs]
+    assert sum(run.restarts for run in runs) > 5
+    assert not any(run.gaps for run in runs)
+
+
+def test_the_referee_sees_a_job_in_doubt_though_all_its_ranks_are_there():
+    simulation, referee = _finished_run(8)
+    job = simulation.cluster.jobs[TRAIN]
+    job.state, job.unsure = JobState.RUNNING, state.Unsure(0.0, "why")
+    referee.check_end(job, user_fault=False)
+    agent = simulation.agents()[0]
+    agent.up = agent.runs = agent.linked = True
+    agent.workers = [
+        Worker(TRAIN, Seat(Rank(rank), agent.node, rank, 0), Generation(1))
+        for rank in range(job.spec.world_size)
+    ]
+    with pytest.raises(simulate.Violation, match="all ranks of train are there"):
+        referee.check_end(job, user_fault=False)
 
 
 def test_a_seed_is_the_same_run_every_time():

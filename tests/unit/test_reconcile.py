@@ -16,6 +16,7 @@ from keepstep.model import (
     NodeId,
     Phase,
     Rank,
+    Sign,
     Term,
 )
 from keepstep.orchestrator import brain, events, reconcile, state
@@ -207,3 +208,114 @@ def test_who_came_before_the_doubt_does_not_have_to_come_again():
     assert "as 2 agents list them" in step(cluster, late, 10.2).why
     job = cluster.jobs[JOB]
     assert (job.unsure, job.generation) == (None, 3)
+
+
+# ---------------------------------------------------------------- what agents tell in a doubt
+
+
+def with_a_job_in_doubt() -> state.Cluster:
+    """Two ranks on n0 and n1; after a restore n0 has obeyed a later generation."""
+    cluster = state.new_cluster("test")
+    for node in ("n0", "n1"):
+        step(cluster, hello(node), 0.0)
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
+    begin(cluster, 2, 50)
+    obeyed = {"train": Generation(3)}
+    step(cluster, hello("n0", worker(0, generation=3), obeyed=obeyed), 10.1)
+    assert cluster.jobs[JOB].unsure is not None
+    return cluster
+
+
+def an_end(
+    rank: int, sign: Sign = Sign.EXIT, node: str = "n0", incarnation: int = 0
+) -> wire.Observed:
+    return wire.Observed(
+        NodeId(node), JOB, sign, Rank(rank), incarnation, Generation(3), 9, exit_code=-9
+    )
+
+
+def ticks(cluster: state.Cluster, *moments: float) -> None:
+    for moment in moments:
+        step(cluster, events.Tick(), moment)
+
+
+def test_the_end_of_a_rank_that_an_earlier_and_larger_run_had_is_nobodys():
+    cluster = with_a_job_in_doubt()
+    step(cluster, an_end(5), 10.2)
+    step(cluster, hello("n1", worker(1, generation=3), worker(7, generation=3)), 10.3)
+    ticks(cluster, 16.0, 41.0, 42.0)
+    job = cluster.jobs[JOB]
+    assert job.unsure is None
+    assert job.generation == 4
+    assert {seat.rank for seat in job.roster.seats} == {0, 1}
+
+
+def test_the_end_of_an_earlier_worker_says_nothing_of_the_one_that_the_journal_has():
+    cluster = with_a_job_in_doubt()
+    job = cluster.jobs[JOB]
+    job.roster = replace(
+        job.roster,
+        seats=tuple(replace(seat, incarnation=1) for seat in job.roster.seats),
+    )
+    step(cluster, an_end(1, incarnation=0), 10.2)
+    step(cluster, an_end(1, Sign.FINISHED, incarnation=0), 10.2)
+    assert not job.unsure.dead
+    assert not job.finished
+
+
+def test_a_job_that_finished_in_what_was_forgotten_has_finished():
+    cluster = with_a_job_in_doubt()
+    step(cluster, hello("n0", obeyed={"train": Generation(3)}), 10.2)
+    # Its last agent comes late, and says how its ranks ended behind its hello.
+    ticks(cluster, 16.0, 39.0)
+    step(cluster, an_end(0, Sign.FINISHED), 39.1)
+    step(cluster, hello("n1", obeyed={"train": Generation(3)}), 41.0)
+    ticks(cluster, 41.1)
+    assert not cluster.jobs[JOB].state.over
+    step(cluster, an_end(1, Sign.FINISHED, "n1"), 41.2)
+    ticks(cluster, 41.3)
+    assert cluster.jobs[JOB].state is JobState.FINISHED
+
+
+def test_a_save_that_the_journal_knows_is_not_forgotten_for_a_later_entry():
+    cluster = state.new_cluster("test")
+    for node in ("n0", "n1"):
+        step(cluster, hello(node), 0.0)
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
+    job = cluster.jobs[JOB]
+    for node, rank in (("n0", 0), ("n1", 1)):
+        seat = wire.SeatReport(Rank(rank), 1, True, step=1)
+        report = wire.PhaseReport(NodeId(node), JOB, job.generation, Phase.RESUME, (seat,))
+        step(cluster, report, 1.0)
+    step(cluster, events.StopAsked(JOB, "SIGTERM", save=True), 2.0)
+    assert job.migration is not None
+    assert job.migration.saves
+    begin(cluster, 2, 50)
+    obeyed = {"train": job.generation}
+    gap = events.JournalBehind(NodeId("n0"), Term(1), 60, 51, obeyed)
+    step(cluster, gap, 10.1)
+    assert job.unsure is None
+    assert job.migration.saves
+
+
+def test_room_that_comes_first_is_not_used_before_those_who_may_know_more():
+    """In a HOLD seats are filled in the same generation: whoever comes may have one already."""
+    cluster = state.new_cluster("test")
+    for node in ("n0", "n1"):
+        step(cluster, replace(hello(node), slots=1), 0.0)
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
+    job = cluster.jobs[JOB]
+    seats = [(NodeId("n0"), Rank(0)), (NodeId("n1"), Rank(1))]
+    for node, rank in seats:
+        seat = wire.SeatReport(rank, 1, True, step=1)
+        step(cluster, wire.PhaseReport(node, JOB, job.generation, Phase.RESUME, (seat,)), 1.0)
+    rebooted = replace(hello("n1"), boot="another", slots=0)
+    step(cluster, rebooted, 2.0)
+    assert job.migration is not None
+    assert job.migration.phase is Phase.HOLD
+    begin(cluster, 2, 50)
+    assert not any(
+        isinstance(order.action, wire.Assign) for order in step(cluster, hello("n9"), 10.1).orders
+    ), "n0 has yet to come"
+    told = step(cluster, replace(hello("n0", worker(0, generation=2)), slots=1), 10.2).orders
+    assert any(isinstance(order.action, wire.Assign) for order in told)

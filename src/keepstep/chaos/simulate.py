@@ -18,7 +18,7 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from keepstep.chaos.simulated import Agent, Worker
@@ -34,7 +34,7 @@ from keepstep.chaos.simulated_setting import (
     sharded,
 )
 from keepstep.model import JobId, JobSpec, JobState, NodeId, Severity, Term
-from keepstep.orchestrator import brain, events, nodes, policy, state
+from keepstep.orchestrator import brain, events, nodes, policy, reconcile, state
 from keepstep.orchestrator.liveness import Witness
 from keepstep.orchestrator.stepped import Waiting, kept_of, next_of
 from keepstep.orchestrator.turn import Note
@@ -122,6 +122,7 @@ class Simulation(Faults):
         self.cluster = state.new_cluster(f"seed-{seed}")
         self.snapshot = state.to_plain(self.cluster)
         self.journal: list[tuple[events.Event, float]] = []
+        self.snapshot_seq = 0
         self.term = 0
         self.serving = True
         self.restarts = 0
@@ -192,11 +193,23 @@ class Simulation(Faults):
     def feed(self, event: events.Event) -> None:
         if not self.serving:
             return
+        if isinstance(event, Hello) and (gap := self._gap(event)):
+            self._inbox.append(Waiting(gap))
         self._inbox.append(Waiting(event))
         if isinstance(event, PhaseReport) and self._busy.random() < BUSY_CHANCE:
             self.later(0.002, self._work)
         else:
             self._work()
+
+    @property
+    def seq(self) -> int:
+        return self.snapshot_seq + len(self.journal)
+
+    def _gap(self, hello: Hello) -> events.JournalBehind | None:
+        """Nobody has obeyed what the journal does not have."""
+        if gap := reconcile.gap(self.cluster, Term(self.term), self.seq, hello):
+            raise Violation(f"the journal is whole, and yet: {gap}")
+        return None
 
     def _work(self) -> None:
         while self._inbox and self.serving:
@@ -236,6 +249,7 @@ class Simulation(Faults):
         return f"{note.job:5} {note.why}" if self.setting.compete else note.why
 
     def _send(self, order: Order) -> None:
+        order = replace(order, seq=self.seq)
         for node in order.nodes:
             agent = self._agents[node]
             session = agent.session
@@ -326,20 +340,28 @@ class Simulation(Faults):
 
     def restart_orchestrator(self) -> None:
         """A new leader reads snapshot and journal, and must know what the old one knew."""
-        replayed = state.from_plain(self.snapshot)
-        for event, moment in self.journal:
-            again = events.from_plain(events.to_plain(event))
-            replayed = brain.step(replayed, again, moment).cluster
+        replayed = self.replayed(len(self.journal))
         if state.fingerprint(replayed) != state.fingerprint(self.cluster):
             raise Violation("replaying the journal does not give the live state")
+        self.lead(replayed)
+
+    def replayed(self, entries: int) -> state.Cluster:
+        """The state after so many entries of the journal."""
+        found = state.from_plain(self.snapshot)
+        for event, moment in self.journal[:entries]:
+            again = events.from_plain(events.to_plain(event))
+            found = brain.step(found, again, moment).cluster
+        return found
+
+    def lead(self, replayed: state.Cluster) -> None:
         self.cluster = replayed
         self.snapshot = state.to_plain(replayed)
-        self.journal = []
+        self.snapshot_seq, self.journal = self.seq, []
         self._witness = Witness()
         self.term += 1
         self.restarts += 1
         self.serving = True
-        self.feed(events.TermBegan(Term(self.term)))
+        self.feed(events.TermBegan(Term(self.term), seq=self.seq))
         for agent in self._agents.values():
             self.connect(agent, self.random.uniform(0.05, 1.0))
 
@@ -450,13 +472,16 @@ def _setting(seed: int, draw: Random) -> Setting:
 
 
 def run_seed(seed: int, planned_moves: bool | None = None) -> Result:
+    return told(Simulation(seed, planned_moves))
+
+
+def told(simulation: Simulation) -> Result:
     """One run; an AssertionError names the seed and tells the story so far."""
-    simulation = Simulation(seed, planned_moves)
     try:
         return simulation.run()
     except AssertionError as error:
         story = "\n".join(simulation.story[-60:])
-        raise Violation(f"seed {seed}: {error}\n{story}") from error
+        raise Violation(f"seed {simulation.seed}: {error}\n{story}") from error
 
 
 def run_seeds(first: int, count: int) -> Summary:

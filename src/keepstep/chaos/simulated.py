@@ -27,6 +27,7 @@ from keepstep.model import (
     Rank,
     Seat,
     Sign,
+    Term,
 )
 from keepstep.wire import (
     Agree,
@@ -160,7 +161,9 @@ class Agent:
         self.linked = False
         self.session = 0
         self.store_port = 1
-        self.term = 0
+        self.term = Term(0)
+        self.seq = 0
+        """Of the journal, as the last order that was obeyed here knew it."""
         self.generations: dict[JobId, Generation] = {}
         self.workers: list[Worker] = []
         self.standbys: dict[int, StandbySlot] = {}
@@ -188,6 +191,9 @@ class Agent:
             standbys=tuple(
                 StandbyFact(s.job, slot, 1, s.ready) for slot, s in sorted(self.standbys.items())
             ),
+            term_seen=self.term,
+            seq_seen=self.seq,
+            obeyed={str(job): generation for job, generation in self.generations.items()},
             labels=self.labels,
         )
 
@@ -258,7 +264,7 @@ class Agent:
     def obey(self, order: Order) -> None:
         if not (self.up and self.runs) or self.cut or order.term < self.term:
             return
-        self.term = order.term
+        self.term, self.seq = order.term, order.seq
         known = self.generations.get(order.job, Generation(0))
         # Those that name their victim or their slot exactly are followed in any case.
         exact = isinstance(order.action, Fence | StartStandby | DropStandby)

@@ -14,7 +14,7 @@ from typing import Protocol
 from keepstep.chaos.simulated import Agent, Worker, digest_of, state_at
 from keepstep.chaos.simulated_group import Group
 from keepstep.model import Generation, JobId, JobState, NodeId, Phase, Rank, SameDomain, Seat, Unit
-from keepstep.orchestrator import seating, slots
+from keepstep.orchestrator import seating, slots, suspicion
 from keepstep.orchestrator.budgets import LAST_HOLDERS_ROUNDS
 from keepstep.orchestrator.placing import DOMAIN
 from keepstep.orchestrator.state import Cluster, Job, Loan, NodeState, Occupant
@@ -79,12 +79,15 @@ class Referee:
             if said:
                 self._check_plan(job)
                 self._check_words(job, account, said)
-            if not job.state.over:
+            if not job.state.over and job.unsure is None:
                 _check_owners(cluster, job, owners)
             if job.state is JobState.RUNNING and not (self.operators or job.spec.policy.move_home):
                 _check_together(cluster, job)
         for node, state in cluster.nodes.items():
             for slot, user in state.uses.items():
+                owner = cluster.jobs.get(user.job)
+                if owner is not None and owner.unsure is not None:
+                    continue  # As agents list it: nobody has decided yet.
                 if not user.fenced and owners.get((node, slot)) != user:
                     raise Violation(f"slot {slot} of {node} is kept for {user}, whom nobody knows")
 
@@ -287,6 +290,10 @@ class Referee:
 
     def _patience(self, job: Job) -> float | None:
         """How long a job may wait beside enough room; None if it does not wait."""
+        if job.unsure is not None:
+            return None
+        if suspicion.knows_more(self.arena.cluster, job, self.arena.now()):
+            return None
         if job.state is JobState.PARKED and job.loan is not None:
             borrower = self.arena.cluster.jobs.get(job.loan.borrower)
             wanted = len(seating.wanting(borrower)) if borrower is not None else 0
@@ -364,11 +371,33 @@ class Referee:
             raise Violation(f"{name} finished after {group.committed} steps")
         if job.state.over:
             return
+        if job.unsure is not None:
+            self._judge_doubt(job)
+            return
         waits = job.state in (JobState.WAITING, JobState.HELD, JobState.PARKED)
         if not waits:
             raise Violation(f"the run did not end: {name} is {job.state}")
         if self._all_well(job):
             raise Violation(f"all nodes are well and have room, and yet {name} is {job.state}")
+
+    def _judge_doubt(self, job: Job) -> None:
+        """Nothing is decided about a job while a rank of it is nowhere: but is one?"""
+        found = {
+            worker.rank
+            for agent in self.arena.agents()
+            if agent.up and agent.runs and agent.linked and not agent.cut
+            for worker in agent.workers
+            if worker.alive and worker.job == job.spec.job
+        }
+        if len(found) == job.spec.world_size:
+            raise Violation(f"all ranks of {job.spec.job} are there: {job.unsure}")
+
+    def forget(self, cluster: Cluster) -> None:
+        """The journal has lost its end: what was counted in it is counted again."""
+        for name, account in self.accounts.items():
+            if (job := cluster.jobs.get(name)) is not None:
+                account.fallbacks, account.cold_generation = job.fallbacks, job.generation
+                account.over, account.loan = job.state.over, job.loan
 
     def _all_well(self, job: Job) -> bool:
         """Whether the cluster as it is could hold the job, if nobody else were there."""

@@ -16,6 +16,7 @@ from keepstep.orchestrator import (
     remedies,
     roster,
     seating,
+    suspicion,
 )
 from keepstep.orchestrator.state import Job, in_migration
 from keepstep.orchestrator.turn import Turn
@@ -37,6 +38,7 @@ def if_ready(turn: Turn, job: Job) -> None:
     migration, _ = in_migration(job)
     waits = migration.fences or turn.now < migration.settle_until
     waits = waits or policy.stands_still(turn.cluster, job)
+    waits = waits or suspicion.knows_more(turn.cluster, job, turn.now)
     if migration.phase is Phase.ALLOCATE and not waits and not limits.must_wait(turn, job):
         _allocate(turn, job)
 
@@ -74,6 +76,8 @@ def room(turn: Turn, job: Job) -> None:
     """There is room again: what was held for lack of it goes on."""
     migration = job.migration
     if migration is None or migration.saves:
+        return
+    if suspicion.knows_more(turn.cluster, job, turn.now):
         return
     if migration.phase is Phase.FALLBACK:
         launch.relaunch(turn, job)

@@ -22,6 +22,7 @@ from keepstep.orchestrator import (
     migration,
     nodes,
     observe,
+    orders,
     outages,
     planned,
     planning,
@@ -121,7 +122,7 @@ def due(cluster: Cluster) -> float | None:
         job = cluster.jobs[name]
         if job.migration is None and job.broken_at < 0 and job.stalls_at < 0 and not job.missing:
             continue  # Nearly always nearly all of them, after every event.
-        if cluster.frozen and policy.stands_still(cluster, job):
+        if policy.stands_still(cluster, job):
             continue
         if job.missing:
             moments += job.missing.values()
@@ -145,10 +146,8 @@ def _dispatch(turn: Turn, event: Event) -> None:
             nodes.hello(turn, event)
         case Observed() | Stalled() | PhaseReport() | StandbyReport():
             job = _sender_and_job(turn, event.node, event.job)
-            if job is not None and job.unsure is not None and isinstance(event, Observed):
-                reconcile.ended(turn, job, event)
-            elif job is not None and job.unsure is not None:
-                turn.ignore(f"message about {event.job} ignored: its ranks are not found yet")
+            if job is not None and job.unsure is not None:
+                reconcile.heard(turn, job, event)
             elif job is not None:
                 _message(turn, job, event)
             elif isinstance(event, Observed) and event.node in turn.cluster.nodes:
@@ -216,9 +215,9 @@ def _reports(turn: Turn, event: Reports) -> None:
     """One after the other. A word that changes nothing does not get into the journal because it
     lay next to one that does: whoever reads the chain takes what is there for heard."""
     for report in event.reports:
-        turn.touched, orders = False, len(turn.orders)
+        turn.touched, told = False, len(turn.orders)
         _dispatch(turn, report)
-        if turn.touched or len(turn.orders) > orders:
+        if turn.touched or len(turn.orders) > told:
             turn.counted.append(report)
     turn.touched = bool(turn.counted)
 
@@ -433,7 +432,10 @@ def _stalled(turn: Turn, job: Job, event: Stalled) -> None:
 
 
 def _judge_evidence(turn: Turn, job: Job, *, ticking: bool) -> None:
+    known = job.stalls
     fault = incidents.stall_due(job, turn.now, ticking=ticking)
+    # Some were too old to count: who replays the journal must not have them either.
+    turn.touched |= job.stalls is not known
     if fault is None and ticking:
         fault = incidents.broken_due(job, turn.now)
     if fault is not None:
@@ -521,6 +523,10 @@ def _not_found(turn: Turn, job: Job, rank: Rank) -> None:
     job.missing.pop(rank, None)
     turn.touched = True
     seat = job.roster.seats[rank]
+    moving = job.migration
+    if policy.acts(job) and moving is not None and moving.phase is not Phase.FALLBACK:
+        # An order that was told again may have started it meanwhile.
+        orders.fence_seats(turn, job, "unfound", [seat])
     detail = "not found by its restarted agent"
     _ended(
         turn,

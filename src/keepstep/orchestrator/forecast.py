@@ -79,6 +79,7 @@ def forecast(
     if before.roster is None or before.state.over:
         raise ConfigError(f"{name} does not run: nothing can happen to it; see `keepstep status`")
     copy = copy_of(cluster)
+    copy.begun_with = {}
     copy.frozen = ""
     job = copy.jobs[name]
     job.spec = replace(job.spec, policy=replace(job.spec.policy, mode=Mode.ACT))

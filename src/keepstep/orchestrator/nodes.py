@@ -433,6 +433,7 @@ def term_began(turn: Turn) -> None:
     believed = [node for node, state in cluster.nodes.items() if state.alive]
     cluster.led_at = turn.now if believed else -1.0
     give_grace(turn, believed)
+    reconcile.term_began(turn)
     for name in cluster.open_jobs:
         job = cluster.jobs[name]
         budgets.spare(job, turn.now + suspicion.TERM_GRACE_SECONDS)

@@ -47,6 +47,7 @@ def tick(turn: Turn, job: Job) -> None:
 def foresee(cluster: Cluster, name: JobId, found: Fault, now: float) -> tuple[str, ...]:
     """What the brain would say to a fault if it acted, once those to be killed are dead."""
     copy = copy_of(cluster)
+    copy.begun_with = {}
     job = copy.jobs[name]
     job.spec = replace(job.spec, policy=replace(job.spec.policy, mode=Mode.ACT))
     copy.frozen = ""

@@ -36,6 +36,7 @@ from keepstep.orchestrator import (
     seating,
     slots,
     spares,
+    suspicion,
 )
 from keepstep.orchestrator.state import (
     Job,
@@ -179,7 +180,7 @@ def begin(turn: Turn, job: Job) -> None:
     """Start to warm targets for all who wish to leave, if there is room for each."""
     if not steady(job) or not job.leaving or turn.now < job.leave_at or job.roster is None:
         return
-    if turn.cluster.frozen:
+    if turn.cluster.frozen or suspicion.knows_more(turn.cluster, job, turn.now):
         return
     _forget_stale(turn, job)
     # Of each portion somebody has to stay: the others get their state from those who do.

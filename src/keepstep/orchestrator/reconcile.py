@@ -7,7 +7,8 @@ than this journal has is the proof, and from then on it is believed more than th
           --> every rank is found, and all agents came or had time to
               --> its seats are as listed; the groups are formed anew, in a generation above all
                   that was ever obeyed, and all state is compared
-          --> a rank is found nowhere --> it stays so, and says what would help
+          --> a rank is found nowhere --> it is lost with its node, if the others do not train, or
+                                          no node is missing; or it stays so, and says what helps
 
 Must never: end a worker that the journal has merely forgotten, give out a number twice, or take a
 state for whole that was not compared. Pure.
@@ -15,12 +16,15 @@ state for whole that was not compared. Pure.
 
 from __future__ import annotations
 
-from keepstep.model import Generation, JobId, JobState, NodeId, Rank, Seat, Sign, Term
-from keepstep.orchestrator import observe, orders, roster, slots, suspicion
+from collections.abc import Mapping
+
+from keepstep.model import Generation, JobId, JobState, NodeId, Phase, Rank, Seat, Sign, Term
+from keepstep.orchestrator import launch, observe, orders, roster, slots, suspicion
 from keepstep.orchestrator.events import JournalBehind
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import (
     GAPS_MAX,
+    SETTLED_MAX,
     Cause,
     Cluster,
     Gap,
@@ -33,15 +37,15 @@ from keepstep.orchestrator.state import (
     slot_key,
 )
 from keepstep.orchestrator.turn import Turn
-from keepstep.wire import Hello, Observed, WorkerFact
+from keepstep.wire import Hello, Message, Observed, PhaseReport, WorkerFact
 
 INCARNATIONS_SKIPPED = 100
 """Workers that the journal does not know of may have had the next ones: agents remember how each
-of them ended."""
+of them ended. And so many per term: what another leader skipped to may be forgotten as well."""
 TERM_MAX = Term(2**53)
 """No agent has seen a later one, whatever it says."""
 PATIENCE_SECONDS = 30.0
-"""Then it is said which ranks are missing. Nothing else changes."""
+"""Then it is said which ranks are missing, and those that cannot be anywhere are given up."""
 
 
 def gap(cluster: Cluster, term: Term, seq: int, hello: Hello) -> JournalBehind | None:
@@ -68,8 +72,15 @@ def behind(turn: Turn, event: JournalBehind) -> None:
         job = cluster.jobs.get(JobId(name))
         if job is not None and not job.state.over:
             known = cluster.begun_with.get(JobId(name), job.promised)
-            if generation > known:
+            if generation > known or (generation == known and _under_way(job)):
                 _doubt(turn, job, generation, event.node)
+
+
+def _under_way(job: Job) -> bool:
+    """In the middle of a recovery the journal may have forgotten how far it came: who is a joiner
+    without state here may have trained since. A save, or a move, is told again."""
+    moving = job.migration
+    return moving is not None and moving.purpose == "recover" and not (moving.saves or moving.cold)
 
 
 def hear(turn: Turn, state: NodeState, event: Hello) -> None:
@@ -82,7 +93,11 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
             _doubt(turn, job, generation, event.node)
     for job in _unsure(turn.cluster):
         assert job.unsure is not None
-        facts = [fact for fact in event.workers if fact.job == job.spec.job]
+        ranks = range(job.spec.world_size)
+        facts = [f for f in event.workers if f.job == job.spec.job and f.rank in ranks]
+        # What this agent has to tell besides comes behind its hello.
+        late = turn.now + suspicion.TERM_GRACE_SECONDS - PATIENCE_SECONDS
+        job.unsure.since = max(job.unsure.since, late)
         job.unsure.claims[state.node] = tuple(
             Seat(fact.rank, state.node, fact.slot, fact.incarnation) for fact in facts
         )
@@ -109,6 +124,9 @@ def _doubt(turn: Turn, job: Job, generation: Generation, node: NodeId) -> None:
             f"{job.promised}: nothing is decided before all its ranks are found"
         )
         job.unsure = Unsure(turn.now, why, claims=_listed(turn.cluster, job))
+        if job.roster is not None and job.migration is not None:
+            job.unsure.dead = tuple(job.roster.seats[rank] for rank in sorted(job.migration.gone))
+        job.broken_at = -1.0
         turn.note(why, job)
     job.unsure.generation = max(job.unsure.generation, generation)
 
@@ -152,17 +170,41 @@ def forgotten(cluster: Cluster, job: Job | None, node: NodeId) -> bool:
     return (job is None or job.state.over) and behind_it
 
 
-def ended(turn: Turn, job: Job, event: Observed) -> None:
-    """A message about a job in doubt: an end is remembered, the rest is told again later."""
+def heard(turn: Turn, job: Job, event: Message) -> None:
+    """A message about a job in doubt: an end, and that it does not train, are remembered; the rest
+    is told again later."""
     assert job.unsure is not None
-    if event.sign in (Sign.EXIT, Sign.EXCEPTION) and event.rank >= 0:
-        seat = Seat(event.rank, event.node, -1, event.incarnation)
-        if seat not in job.unsure.dead:
-            job.unsure.dead = (*job.unsure.dead, seat)
-            turn.touched = True
-        settle(turn, job)
+    match event:
+        case Observed(sign=Sign.EXIT | Sign.EXCEPTION | Sign.FINISHED) if event.rank >= 0:
+            _ended(turn, job, event)
+        case Observed(sign=Sign.BROKEN):
+            _stands(turn, job, f"rank {event.rank} on {event.node}: {event.detail}")
+        case PhaseReport() if event.phase is not Phase.RESUME:
+            _stands(turn, job, f"ranks on {event.node} wait in {event.phase}")
     if not turn.touched:
         turn.ignore(f"message about {job.spec.job} ignored: its ranks are not found yet")
+
+
+def _ended(turn: Turn, job: Job, event: Observed) -> None:
+    """Agents tell of all ends that they remember: of earlier workers, and of earlier runs, too."""
+    assert job.unsure is not None
+    rank, at = event.rank, event.incarnation
+    if rank >= job.spec.world_size:
+        return
+    if at < (job.roster.seats[rank].incarnation if job.roster else job.first_incarnation):
+        return
+    seat = Seat(rank, event.node, -1, at)
+    if event.sign is Sign.FINISHED and job.finished.get(rank, -1) < at:
+        job.finished[rank], turn.touched = at, True
+    if seat not in job.unsure.dead:
+        job.unsure.dead = (*job.unsure.dead, seat)
+        turn.touched = True
+
+
+def _stands(turn: Turn, job: Job, why: str) -> None:
+    """It makes no steps: whoever is nowhere does not train where nobody hears it."""
+    if job.broken_at < 0:
+        job.broken_at, job.broken_why, turn.touched = turn.now, why, True
 
 
 def give_up(job: Job) -> None:
@@ -173,6 +215,14 @@ def give_up(job: Job) -> None:
     job.unsure = None
 
 
+def term_began(turn: Turn) -> None:
+    """All agents come again: what they had before is not what they have now."""
+    for job in _unsure(turn.cluster):
+        assert job.unsure is not None
+        job.unsure.claims, job.unsure.since, job.unsure.told = {}, turn.now, False
+        job.broken_at = -1.0
+
+
 def lose(job: Job, node: NodeId) -> None:
     """A node is gone with all that it claimed."""
     if job.unsure is not None:
@@ -180,13 +230,16 @@ def lose(job: Job, node: NodeId) -> None:
 
 
 def tick(turn: Turn) -> None:
+    for job in _unsure(turn.cluster):
+        _give_up_the_lost(turn, job)
     settle_all(turn)
     for job in _unsure(turn.cluster):
         assert job.unsure is not None
         if not job.unsure.told and turn.now >= job.unsure.since + PATIENCE_SECONDS:
             job.unsure.told = True
+            missing = _problem(job, _found(job)[0]) or "an agent has yet to come"
             job.unsure.why = (
-                f"the journal is behind, and {_problem(job) or 'an agent has yet to come'}: bring "
+                f"the journal is behind, and {missing}: bring "
                 f"back the nodes that ran {job.spec.job}, or end it with `keepstep stop`"
             )
             turn.note(job.unsure.why, job)
@@ -201,11 +254,19 @@ def settle(turn: Turn, job: Job) -> None:
     """If every rank is found: these are its seats, and everybody forms the groups anew."""
     unsure = job.unsure
     assert unsure is not None
-    waits = turn.now < unsure.since + suspicion.TERM_GRACE_SECONDS
-    if _problem(job) or (waits and not suspicion.all_came(turn.cluster)):
-        # Of a rank that ended, or was fenced, a later worker may live where nobody spoke yet.
-        return
     seats, dead = _found(job)
+    if _problem(job, seats):
+        return
+    waits = turn.now < unsure.since + suspicion.TERM_GRACE_SECONDS
+    if waits and (dead or not suspicion.all_came(turn.cluster)):
+        # Of a rank that ended, or was fenced, a later worker may live where nobody spoke yet, or
+        # may have finished, which is told behind its agent's hello.
+        return
+    if all(job.finished.get(rank) == seat.incarnation for rank, seat in seats.items()):
+        give_up(job)
+        why = f"all {len(seats)} ranks finished, and the journal had forgotten"
+        launch.finish(turn, job, JobState.FINISHED, 0, why)
+        return
     _seat(turn, job, [seats[Rank(rank)] for rank in range(job.spec.world_size)], dead)
     job.unsure = None
     why = (
@@ -214,6 +275,24 @@ def settle(turn: Turn, job: Job) -> None:
     )
     cause = Cause(Sign.STORE_LOST, detail=why)
     observe.fault(turn, job, Fault((cause,), why, dead=tuple(sorted(dead))))
+
+
+def _give_up_the_lost(turn: Turn, job: Job) -> None:
+    """A rank of which no agent says a word, though all have come and had time, and whose peers miss
+    it: its node was started anew, or is lost. It is as dead as any rank of a lost node."""
+    unsure, cluster = job.unsure, turn.cluster
+    assert unsure is not None
+    if turn.now < unsure.since + PATIENCE_SECONDS or not suspicion.all_came(cluster):
+        return
+    seats, dead = _found(job)
+    stands = job.broken_at >= 0 or bool(dead)
+    if not stands and not all(state.linked for state in cluster.nodes.values()):
+        return  # It may train well where we hear nobody.
+    lost = [s for s in (job.roster.seats if job.roster else ()) if s.rank not in seats]
+    if lost:
+        unsure.dead = (*unsure.dead, *lost)
+        names = ", ".join(str(seat.rank) for seat in lost[:8])
+        turn.note(f"no agent has rank {names} of {job.spec.job}: lost with its node", job)
 
 
 def _found(job: Job) -> tuple[dict[Rank, Seat], set[Rank]]:
@@ -228,14 +307,15 @@ def _found(job: Job) -> tuple[dict[Rank, Seat], set[Rank]]:
         # Where the journal has it, and its end was told: only its slot is not in what was told.
         if seat.rank not in seats and (seat.rank, seat.node, seat.incarnation) in ended_:
             seats[seat.rank] = seat
+    for seat in sorted(job.unsure.dead, key=lambda seat: -seat.incarnation):
+        seats.setdefault(seat.rank, seat)
     dead = {rank for rank, seat in seats.items() if (rank, seat.node, seat.incarnation) in ended_}
     return seats, dead
 
 
-def _problem(job: Job) -> str:
-    """What is not known of the ranks; empty: all is."""
+def _problem(job: Job, seats: Mapping[Rank, Seat]) -> str:
+    """What is not known of the ranks, of which these were found; empty: all is."""
     assert job.unsure is not None
-    seats, _ = _found(job)
     missing = [rank for rank in range(job.spec.world_size) if Rank(rank) not in seats]
     if missing:
         return f"rank {', '.join(map(str, missing[:8]))} was found nowhere"
@@ -255,6 +335,8 @@ def _seat(turn: Turn, job: Job, seats: list[Seat], dead: set[Rank]) -> None:
         for slot in [s for s, user in state.uses.items() if user.job == name and user.rank >= 0]:
             slots.release(cluster, state.node, slot)
     for seat in seats:
+        if seat.rank in dead:
+            continue  # Its slot is free, or another rank's by now.
         user = cluster.nodes[seat.node].uses.get(seat.slot)
         if user is not None:
             # Whoever it was in the journal is not there.
@@ -270,8 +352,10 @@ def _seat(turn: Turn, job: Job, seats: list[Seat], dead: set[Rank]) -> None:
     before = job.roster.store_node if job.roster is not None else NodeId("")
     store = roster.store_node(seats, cluster.nodes, dead, before)
     job.roster = roster.build(name, job.generation, secret, store, seats, cluster.nodes)
-    job.settled = (Settled(job.roster, cluster.counter),)
-    job.incarnations = {s.rank: s.incarnation + INCARNATIONS_SKIPPED for s in seats}
+    # Private state may also be where ranks sat before what was forgotten.
+    job.settled = (Settled(job.roster, cluster.counter), *job.settled)[:SETTLED_MAX]
+    floor = cluster.term * INCARNATIONS_SKIPPED
+    job.incarnations = {s.rank: max(s.incarnation, floor) + INCARNATIONS_SKIPPED for s in seats}
     job.homes = job.homes or {seat.rank: seat.node for seat in seats}
     job.migration, job.missing, job.finished, job.leaving = None, {}, {}, {}
     job.loan = None

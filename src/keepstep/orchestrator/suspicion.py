@@ -139,6 +139,20 @@ def all_came(cluster: Cluster) -> bool:
     return all(cluster.nodes[node].linked for node in cluster.doubtful)
 
 
+def knows_more(cluster: Cluster, job: Job, now: float) -> bool:
+    """Whether somebody has yet to come who may know of a later generation than the journal does.
+
+    A replica that was promoted may lack the end of it, and a number must not be given out twice. So
+    the first generation of a term waits for the nodes that have a rank or a standby of the job,
+    whom it needs anyway.
+    """
+    lately = cluster.led_at >= 0 and now < cluster.led_at + TERM_GRACE_SECONDS
+    if not lately or job.promised > cluster.begun_with.get(job.spec.job, job.promised - 1):
+        return False
+    away = (state for node in cluster.doubtful if not (state := cluster.nodes[node]).linked)
+    return any(user.job == job.spec.job for state in away for user in state.uses.values())
+
+
 class Proof(NamedTuple):
     """What speaks against a silent node."""
 
