@@ -250,6 +250,15 @@ def test_the_end_of_a_rank_that_an_earlier_and_larger_run_had_is_nobodys():
     assert {seat.rank for seat in job.roster.seats} == {0, 1}
 
 
+def test_a_worker_of_an_earlier_and_larger_run_is_ended_when_all_are_found():
+    cluster = with_a_job_in_doubt()
+    stray = wire.WorkerFact(JOB, Rank(7), 1, 0, Generation(1))
+    told = step(cluster, hello("n1", worker(1, generation=3), stray), 10.3).orders
+    fences = [order.action for order in told if isinstance(order.action, wire.Fence)]
+    assert cluster.jobs[JOB].unsure is None
+    assert [seat.rank for fence in fences for seat in fence.seats] == [7]
+
+
 def test_the_end_of_an_earlier_worker_says_nothing_of_the_one_that_the_journal_has():
     cluster = with_a_job_in_doubt()
     job = cluster.jobs[JOB]
@@ -296,6 +305,66 @@ def test_a_save_that_the_journal_knows_is_not_forgotten_for_a_later_entry():
     step(cluster, gap, 10.1)
     assert job.unsure is None
     assert job.migration.saves
+    # Of a later generation it stands still, nobody is blamed meanwhile, and then it is saved.
+    step(cluster, hello("n0", worker(0, generation=7), obeyed={"train": Generation(7)}), 10.2)
+    assert job.unsure is not None
+    ticks(cluster, 30.0, 50.0)
+    assert not job.migration.fences
+    step(cluster, hello("n1", worker(1, generation=7), obeyed={"train": Generation(7)}), 50.1)
+    ticks(cluster, 50.2)
+    assert job.unsure is None
+    assert job.migration.saves
+    assert job.generation > 7
+
+
+def test_who_comes_late_and_lives_is_not_given_up_for_those_who_died():
+    cluster = with_a_job_in_doubt()
+    step(cluster, hello("n0", obeyed={"train": Generation(3)}), 10.2)
+    step(cluster, an_end(0), 10.2)
+    step(cluster, an_end(1, incarnation=0), 10.2)
+    ticks(cluster, 16.0)
+    assert cluster.jobs[JOB].unsure is not None, "all that is known of is dead"
+    alive = wire.WorkerFact(JOB, Rank(1), 0, 1, Generation(3))
+    step(cluster, hello("n1", alive, obeyed={"train": Generation(3)}), 16.1)
+    ticks(cluster, 16.2)
+    job = cluster.jobs[JOB]
+    assert job.unsure is None
+    assert job.roster.seats[1].incarnation == 1
+    assert not job.fallbacks
+
+
+def test_a_rank_that_is_listed_is_not_dead_because_the_journal_had_lost_it():
+    cluster = state.new_cluster("test")
+    for node in ("n0", "n1"):
+        step(cluster, replace(hello(node), slots=1), 0.0)
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
+    job = cluster.jobs[JOB]
+    for node, rank in (("n0", 0), ("n1", 1)):
+        seat = wire.SeatReport(Rank(rank), 1, True, step=1)
+        report = wire.PhaseReport(NodeId(node), JOB, job.generation, Phase.RESUME, (seat,))
+        step(cluster, report, 1.0)
+    step(cluster, replace(hello("n1"), boot="another", slots=0), 2.0)
+    assert job.migration is not None
+    assert 1 in job.migration.gone
+    begin(cluster, 2, 50)
+    obeyed = {"train": Generation(5)}
+    step(cluster, replace(hello("n0", worker(0, generation=5), obeyed=obeyed), slots=1), 10.1)
+    assert [seat.rank for seat in job.unsure.dead] == [1]
+    back = replace(hello("n1", worker(1, generation=5), obeyed=obeyed), boot="another", slots=1)
+    step(cluster, back, 10.2)
+    ticks(cluster, 16.0)
+    assert job.unsure is None
+    assert 1 not in job.migration.gone
+
+
+def test_a_report_of_a_move_is_no_sign_that_nobody_trains():
+    cluster = with_a_job_in_doubt()
+    job = cluster.jobs[JOB]
+    for phase, boundary in ((Phase.AGREE, 9), (Phase.QUIESCE, -1), (Phase.RESUME, 9)):
+        seat = wire.SeatReport(Rank(0), boundary)
+        report = wire.PhaseReport(NodeId("n0"), JOB, Generation(3), phase, (seat,))
+        assert not step(cluster, report, 10.2).changed
+    assert job.broken_at < 0
 
 
 def test_room_that_comes_first_is_not_used_before_those_who_may_know_more():

@@ -108,8 +108,7 @@ def _may_run(turn: Turn, job: Job) -> bool:
     if job.unsure is not None:
         return True
     inherited = cluster.led_at >= 0 and job.spec.job in cluster.begun_with
-    lately = turn.now < cluster.led_at + suspicion.TERM_GRACE_SECONDS
-    return inherited and lately and not suspicion.all_came(cluster)
+    return inherited and suspicion.yet_to_come(cluster, turn.now)
 
 
 def _due(turn: Turn, job: Job) -> bool:

@@ -180,8 +180,8 @@ def begin(turn: Turn, job: Job) -> None:
     """Start to warm targets for all who wish to leave, if there is room for each."""
     if not steady(job) or not job.leaving or turn.now < job.leave_at or job.roster is None:
         return
-    if turn.cluster.frozen or suspicion.knows_more(turn.cluster, job, turn.now):
-        return
+    if turn.cluster.frozen or suspicion.yet_to_come(turn.cluster, turn.now):
+        return  # Only a target's node knows of a move that was being prepared.
     _forget_stale(turn, job)
     # Of each portion somebody has to stay: the others get their state from those who do.
     first = sorted(job.leaving, key=lambda rank: (not job.leaving[rank].urgent, rank))

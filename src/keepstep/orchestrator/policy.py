@@ -58,8 +58,8 @@ def acts(job: Job) -> bool:
 
 def stands_still(cluster: Cluster, job: Job) -> bool:
     """True: the cluster is frozen, or the journal has forgotten where this job is. What happens to
-    it is recorded, and waits. A save does not: it is somebody's explicit order."""
-    return (bool(cluster.frozen) or job.unsure is not None) and not _saves(job)
+    it is recorded, and waits. A save waits for no freeze: it is somebody's explicit order."""
+    return job.unsure is not None or (bool(cluster.frozen) and not _saves(job))
 
 
 def _saves(job: Job) -> bool:

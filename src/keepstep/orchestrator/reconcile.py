@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from keepstep.model import Generation, JobId, JobState, NodeId, Phase, Rank, Seat, Sign, Term
-from keepstep.orchestrator import launch, observe, orders, roster, slots, suspicion
+from keepstep.orchestrator import launch, observe, orders, roster, saving, slots, suspicion
 from keepstep.orchestrator.events import JournalBehind
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import (
@@ -93,11 +93,13 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
             _doubt(turn, job, generation, event.node)
     for job in _unsure(turn.cluster):
         assert job.unsure is not None
-        ranks = range(job.spec.world_size)
-        facts = [f for f in event.workers if f.job == job.spec.job and f.rank in ranks]
-        # What this agent has to tell besides comes behind its hello.
-        late = turn.now + suspicion.TERM_GRACE_SECONDS - PATIENCE_SECONDS
-        job.unsure.since = max(job.unsure.since, late)
+        facts = [fact for fact in event.workers if fact.job == job.spec.job]
+        if _concerns(job, state, event):
+            # What this agent has to tell besides comes behind its hello.
+            late = turn.now + suspicion.TERM_GRACE_SECONDS - PATIENCE_SECONDS
+            job.unsure.since = max(job.unsure.since, late)
+        living = {(fact.rank, state.node, fact.incarnation) for fact in facts}
+        job.unsure.dead = tuple(seat for seat in job.unsure.dead if _who(seat) not in living)
         job.unsure.claims[state.node] = tuple(
             Seat(fact.rank, state.node, fact.slot, fact.incarnation) for fact in facts
         )
@@ -108,6 +110,11 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
                 user = Occupant(fact.job, fact.rank, fact.incarnation)
                 slots.occupy(turn.cluster, state.node, fact.slot, user)
         turn.touched = True
+
+
+def _who(seat: Seat) -> tuple[Rank, NodeId, int]:
+    """Without the slot, which is not known of the dead."""
+    return seat.rank, seat.node, seat.incarnation
 
 
 def _concerns(job: Job, state: NodeState, event: Hello) -> bool:
@@ -179,7 +186,10 @@ def heard(turn: Turn, job: Job, event: Message) -> None:
             _ended(turn, job, event)
         case Observed(sign=Sign.BROKEN):
             _stands(turn, job, f"rank {event.rank} on {event.node}: {event.detail}")
-        case PhaseReport() if event.phase is not Phase.RESUME:
+        case PhaseReport() if event.phase not in (Phase.RESUME, Phase.AGREE) and any(
+            seat.boundary >= 0 for seat in event.seats
+        ):
+            # Those who join report as well, and so do targets of a move while all others train.
             _stands(turn, job, f"ranks on {event.node} wait in {event.phase}")
     if not turn.touched:
         turn.ignore(f"message about {job.spec.job} ignored: its ranks are not found yet")
@@ -262,11 +272,15 @@ def settle(turn: Turn, job: Job) -> None:
         # Of a rank that ended, or was fenced, a later worker may live where nobody spoke yet, or
         # may have finished, which is told behind its agent's hello.
         return
+    long = turn.now >= unsure.since + PATIENCE_SECONDS and suspicion.all_came(turn.cluster)
     if all(job.finished.get(rank) == seat.incarnation for rank, seat in seats.items()):
         give_up(job)
         why = f"all {len(seats)} ranks finished, and the journal had forgotten"
         launch.finish(turn, job, JobState.FINISHED, 0, why)
         return
+    if len(dead) == len(seats) and not long:
+        return  # Nothing would be left but a checkpoint: somebody may come who lives.
+    saves = job.migration is not None and job.migration.saves
     _seat(turn, job, [seats[Rank(rank)] for rank in range(job.spec.world_size)], dead)
     job.unsure = None
     why = (
@@ -275,6 +289,8 @@ def settle(turn: Turn, job: Job) -> None:
     )
     cause = Cause(Sign.STORE_LOST, detail=why)
     observe.fault(turn, job, Fault((cause,), why, dead=tuple(sorted(dead))))
+    if saves and not job.state.over:
+        saving.leave(turn, job, "it was, before the journal forgot")
 
 
 def _give_up_the_lost(turn: Turn, job: Job) -> None:
@@ -298,19 +314,25 @@ def _give_up_the_lost(turn: Turn, job: Job) -> None:
 def _found(job: Job) -> tuple[dict[Rank, Seat], set[Rank]]:
     """The newest worker of each rank; and the ranks of whom it is known that theirs is dead."""
     assert job.unsure is not None
-    ended_ = {(seat.rank, seat.node, seat.incarnation) for seat in job.unsure.dead}
+    ended_ = set(map(_who, job.unsure.dead))
     seats: dict[Rank, Seat] = {}
-    listed = [seat for claim in job.unsure.claims.values() for seat in claim]
-    for seat in sorted(listed, key=lambda seat: seat.incarnation):
+    # Of two with one number the one that lives.
+    for seat in sorted(_claimed(job), key=lambda s: (s.incarnation, _who(s) not in ended_)):
         seats[seat.rank] = seat
     for seat in job.roster.seats if job.roster is not None else ():
         # Where the journal has it, and its end was told: only its slot is not in what was told.
-        if seat.rank not in seats and (seat.rank, seat.node, seat.incarnation) in ended_:
+        if seat.rank not in seats and _who(seat) in ended_:
             seats[seat.rank] = seat
     for seat in sorted(job.unsure.dead, key=lambda seat: -seat.incarnation):
         seats.setdefault(seat.rank, seat)
-    dead = {rank for rank, seat in seats.items() if (rank, seat.node, seat.incarnation) in ended_}
-    return seats, dead
+    return seats, {rank for rank, seat in seats.items() if _who(seat) in ended_}
+
+
+def _claimed(job: Job) -> list[Seat]:
+    """Workers that agents list. Of a rank that only an earlier run had there is no seat."""
+    assert job.unsure is not None
+    claims = job.unsure.claims.values()
+    return [seat for claim in claims for seat in claim if seat.rank < job.spec.world_size]
 
 
 def _problem(job: Job, seats: Mapping[Rank, Seat]) -> str:
@@ -319,9 +341,11 @@ def _problem(job: Job, seats: Mapping[Rank, Seat]) -> str:
     missing = [rank for rank in range(job.spec.world_size) if Rank(rank) not in seats]
     if missing:
         return f"rank {', '.join(map(str, missing[:8]))} was found nowhere"
-    listed = [seat for claim in job.unsure.claims.values() for seat in claim]
-    for seat in listed:
+    ended_ = set(map(_who, job.unsure.dead))
+    for seat in _claimed(job):
         newest = seats.get(seat.rank, seat)
+        if _who(seat) in ended_ or _who(newest) in ended_:
+            continue
         if seat != newest and seat.incarnation == newest.incarnation:
             return f"rank {seat.rank} runs on {seat.node} and on {newest.node}"
     return ""

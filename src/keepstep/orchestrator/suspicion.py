@@ -139,6 +139,12 @@ def all_came(cluster: Cluster) -> bool:
     return all(cluster.nodes[node].linked for node in cluster.doubtful)
 
 
+def yet_to_come(cluster: Cluster, now: float) -> bool:
+    """Whether, shortly after a change of leader, agents are still on their way."""
+    lately = cluster.led_at >= 0 and now < cluster.led_at + TERM_GRACE_SECONDS
+    return lately and not all_came(cluster)
+
+
 def knows_more(cluster: Cluster, job: Job, now: float) -> bool:
     """Whether somebody has yet to come who may know of a later generation than the journal does.
 
@@ -146,8 +152,9 @@ def knows_more(cluster: Cluster, job: Job, now: float) -> bool:
     the first generation of a term waits for the nodes that have a rank or a standby of the job,
     whom it needs anyway.
     """
-    lately = cluster.led_at >= 0 and now < cluster.led_at + TERM_GRACE_SECONDS
-    if not lately or job.promised > cluster.begun_with.get(job.spec.job, job.promised - 1):
+    if not yet_to_come(cluster, now) or job.promised > cluster.begun_with.get(
+        job.spec.job, job.promised - 1
+    ):
         return False
     away = (state for node in cluster.doubtful if not (state := cluster.nodes[node]).linked)
     return any(user.job == job.spec.job for state in away for user in state.uses.values())
