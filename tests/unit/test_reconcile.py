@@ -226,6 +226,20 @@ def with_a_job_in_doubt() -> state.Cluster:
     return cluster
 
 
+def with_a_job_that_trains() -> tuple[state.Cluster, state.Job]:
+    """Two ranks, on n0 and n1, which have room for nobody else."""
+    cluster = state.new_cluster("test")
+    for node in ("n0", "n1"):
+        step(cluster, replace(hello(node), slots=1), 0.0)
+    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
+    job = cluster.jobs[JOB]
+    for node, rank in (("n0", 0), ("n1", 1)):
+        seat = wire.SeatReport(Rank(rank), 1, True, step=1)
+        report = wire.PhaseReport(NodeId(node), JOB, job.generation, Phase.RESUME, (seat,))
+        step(cluster, report, 1.0)
+    return cluster, job
+
+
 def an_end(
     rank: int, sign: Sign = Sign.EXIT, node: str = "n0", incarnation: int = 0
 ) -> wire.Observed:
@@ -287,15 +301,7 @@ def test_a_job_that_finished_in_what_was_forgotten_has_finished():
 
 
 def test_a_save_that_the_journal_knows_is_not_forgotten_for_a_later_entry():
-    cluster = state.new_cluster("test")
-    for node in ("n0", "n1"):
-        step(cluster, hello(node), 0.0)
-    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
-    job = cluster.jobs[JOB]
-    for node, rank in (("n0", 0), ("n1", 1)):
-        seat = wire.SeatReport(Rank(rank), 1, True, step=1)
-        report = wire.PhaseReport(NodeId(node), JOB, job.generation, Phase.RESUME, (seat,))
-        step(cluster, report, 1.0)
+    cluster, job = with_a_job_that_trains()
     step(cluster, events.StopAsked(JOB, "SIGTERM", save=True), 2.0)
     assert job.migration is not None
     assert job.migration.saves
@@ -334,15 +340,7 @@ def test_who_comes_late_and_lives_is_not_given_up_for_those_who_died():
 
 
 def test_a_rank_that_is_listed_is_not_dead_because_the_journal_had_lost_it():
-    cluster = state.new_cluster("test")
-    for node in ("n0", "n1"):
-        step(cluster, replace(hello(node), slots=1), 0.0)
-    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
-    job = cluster.jobs[JOB]
-    for node, rank in (("n0", 0), ("n1", 1)):
-        seat = wire.SeatReport(Rank(rank), 1, True, step=1)
-        report = wire.PhaseReport(NodeId(node), JOB, job.generation, Phase.RESUME, (seat,))
-        step(cluster, report, 1.0)
+    cluster, job = with_a_job_that_trains()
     step(cluster, replace(hello("n1"), boot="another", slots=0), 2.0)
     assert job.migration is not None
     assert 1 in job.migration.gone
@@ -369,15 +367,7 @@ def test_a_report_of_a_move_is_no_sign_that_nobody_trains():
 
 def test_room_that_comes_first_is_not_used_before_those_who_may_know_more():
     """In a HOLD seats are filled in the same generation: whoever comes may have one already."""
-    cluster = state.new_cluster("test")
-    for node in ("n0", "n1"):
-        step(cluster, replace(hello(node), slots=1), 0.0)
-    step(cluster, events.Submitted(JobSpec(JOB, "train.py", nodes=2)), 0.0)
-    job = cluster.jobs[JOB]
-    seats = [(NodeId("n0"), Rank(0)), (NodeId("n1"), Rank(1))]
-    for node, rank in seats:
-        seat = wire.SeatReport(rank, 1, True, step=1)
-        step(cluster, wire.PhaseReport(node, JOB, job.generation, Phase.RESUME, (seat,)), 1.0)
+    cluster, job = with_a_job_that_trains()
     rebooted = replace(hello("n1"), boot="another", slots=0)
     step(cluster, rebooted, 2.0)
     assert job.migration is not None
