@@ -189,7 +189,11 @@ def slower(run: Mapping[str, Any], bare: Mapping[str, Any] | None) -> float | No
 def same_pace(run: Mapping[str, Any], bare: Mapping[str, Any] | None) -> bool:
     """As far as it is known: earlier results do not tell."""
     ratio = slower(run, bare)
-    return ratio is None or 1 / (1 + PACE_OFF_MAX) <= ratio <= 1 + PACE_OFF_MAX
+    return ratio is None or _even(ratio)
+
+
+def _even(ratio: float) -> bool:
+    return 1 / (1 + PACE_OFF_MAX) <= ratio <= 1 + PACE_OFF_MAX
 
 
 def _notes(
@@ -338,7 +342,7 @@ def is_quiet(group: Group) -> bool:
     if group.others is None or group.others.high > OTHERS_MAX:
         return False
     pace = group.slower
-    return pace is None or (pace.high <= 1 + PACE_OFF_MAX and pace.low >= 1 / (1 + PACE_OFF_MAX))
+    return pace is None or (_even(pace.low) and _even(pace.high))
 
 
 def quietest(

@@ -169,15 +169,11 @@ class FarWatch:
     def others_share(self) -> float | None:
         """Of the host that had most taken away: all wait for the slowest. None if any host has
         nobody who looked, or nothing of the run."""
-        hosts = [[look.others for look in looks[1:]] for looks in self._counted()]
-        shares = [[share for share in host if share is not None] for host in hosts]
-        return max(map(figures.median, shares)) if all(shares) else None
+        return _worst([[look.others for look in looks[1:]] for looks in self._counted()])
 
     def pace_seconds(self) -> float | None:
         """Of the slowest host."""
-        hosts = [[look.pace for look in looks[1:]] for looks in self._counted()]
-        paces = [[pace for pace in host if pace is not None] for host in hosts]
-        return max(map(figures.median, paces)) if all(paces) else None
+        return _worst([[look.pace for look in looks[1:]] for looks in self._counted()])
 
     def moved_bytes(self) -> int:
         counted = [looks for looks in self._counted() if looks]
@@ -191,6 +187,12 @@ class FarWatch:
 
     def _looks(self) -> list[list[Look]]:
         return [read_looks(log) for log in self._logs]
+
+
+def _worst(hosts: list[list[float | None]]) -> float | None:
+    """The largest of the hosts' medians; None if one of them has nothing to tell."""
+    known = [[value for value in host if value is not None] for host in hosts]
+    return max(map(figures.median, known)) if all(known) else None
 
 
 def read_looks(log: Path) -> list[Look]:

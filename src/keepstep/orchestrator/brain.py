@@ -120,9 +120,8 @@ def due(cluster: Cluster) -> float | None:
     moments: list[float] = []
     for name in cluster.open_jobs:
         job = cluster.jobs[name]
-        if job.migration is None and job.broken_at < 0 and job.stalls_at < 0 and not job.missing:
-            continue  # Nearly always nearly all of them, after every event.
-        if policy.stands_still(cluster, job):
+        # Nearly always nearly all of them, after every event.
+        if _nothing_due(job) or policy.stands_still(cluster, job):
             continue
         if job.missing:
             moments += job.missing.values()
@@ -396,7 +395,8 @@ def _broken(turn: Turn, job: Job, event: Observed) -> None:
     if not _sits(job, event.node, event.rank):
         turn.ignore(f"broken collective from {event.node} ignored: rank {event.rank} is not there")
         return
-    if incidents.note_broken(job, event, turn.now):
+    why = f"rank {event.rank} on {event.node} has a broken collective: {event.detail}"
+    if incidents.note_broken(job, why, turn.now):
         turn.note(f"{job.broken_why}; looking for a culprit", job)
     else:
         turn.ignore(f"rank {event.rank} has a broken collective too")

@@ -102,12 +102,11 @@ def nodes_lost(job: Job, lost: Mapping[NodeId, str]) -> Fault:
     return Fault(causes, f"{are} lost with ranks {listed} ({lost[nodes[0]]})", dead=ranks)
 
 
-def note_broken(job: Job, event: Observed, now: float) -> bool:
-    """Keep the first broken collective of this generation; True if it was the first."""
+def note_broken(job: Job, why: str, now: float) -> bool:
+    """Keep the first word of this generation that nobody trains; True if it was the first."""
     if job.broken_at >= 0:
         return False
-    job.broken_at = now
-    job.broken_why = f"rank {event.rank} on {event.node} has a broken collective: {event.detail}"
+    job.broken_at, job.broken_why = now, why
     return True
 
 

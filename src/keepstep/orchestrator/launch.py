@@ -107,8 +107,7 @@ def _may_run(turn: Turn, job: Job) -> bool:
     cluster = turn.cluster
     if job.unsure is not None:
         return True
-    inherited = cluster.led_at >= 0 and job.spec.job in cluster.begun_with
-    return inherited and suspicion.yet_to_come(cluster, turn.now)
+    return job.spec.job in cluster.begun_with and suspicion.yet_to_come(cluster, turn.now)
 
 
 def _due(turn: Turn, job: Job) -> bool:

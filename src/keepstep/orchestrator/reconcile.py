@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from keepstep.model import Generation, JobId, JobState, NodeId, Phase, Rank, Seat, Sign, Term
 from keepstep.orchestrator import launch, observe, orders, roster, saving, slots, suspicion
 from keepstep.orchestrator.events import JournalBehind
-from keepstep.orchestrator.incidents import Fault
+from keepstep.orchestrator.incidents import Fault, note_broken
 from keepstep.orchestrator.state import (
     GAPS_MAX,
     SETTLED_MAX,
@@ -185,12 +185,14 @@ def heard(turn: Turn, job: Job, event: Message) -> None:
         case Observed(sign=Sign.EXIT | Sign.EXCEPTION | Sign.FINISHED) if event.rank >= 0:
             _ended(turn, job, event)
         case Observed(sign=Sign.BROKEN):
-            _stands(turn, job, f"rank {event.rank} on {event.node}: {event.detail}")
+            why = f"rank {event.rank} on {event.node}: {event.detail}"
+            turn.touched |= note_broken(job, why, turn.now)
         case PhaseReport() if event.phase not in (Phase.RESUME, Phase.AGREE) and any(
             seat.boundary >= 0 for seat in event.seats
         ):
             # Those who join report as well, and so do targets of a move while all others train.
-            _stands(turn, job, f"ranks on {event.node} wait in {event.phase}")
+            why = f"ranks on {event.node} wait in {event.phase}"
+            turn.touched |= note_broken(job, why, turn.now)
     if not turn.touched:
         turn.ignore(f"message about {job.spec.job} ignored: its ranks are not found yet")
 
@@ -209,12 +211,6 @@ def _ended(turn: Turn, job: Job, event: Observed) -> None:
     if seat not in job.unsure.dead:
         job.unsure.dead = (*job.unsure.dead, seat)
         turn.touched = True
-
-
-def _stands(turn: Turn, job: Job, why: str) -> None:
-    """It makes no steps: whoever is nowhere does not train where nobody hears it."""
-    if job.broken_at < 0:
-        job.broken_at, job.broken_why, turn.touched = turn.now, why, True
 
 
 def give_up(job: Job) -> None:
@@ -272,13 +268,12 @@ def settle(turn: Turn, job: Job) -> None:
         # Of a rank that ended, or was fenced, a later worker may live where nobody spoke yet, or
         # may have finished, which is told behind its agent's hello.
         return
-    long = turn.now >= unsure.since + PATIENCE_SECONDS and suspicion.all_came(turn.cluster)
     if all(job.finished.get(rank) == seat.incarnation for rank, seat in seats.items()):
         give_up(job)
         why = f"all {len(seats)} ranks finished, and the journal had forgotten"
         launch.finish(turn, job, JobState.FINISHED, 0, why)
         return
-    if len(dead) == len(seats) and not long:
+    if len(dead) == len(seats) and not _all_had_time(turn, unsure):
         return  # Nothing would be left but a checkpoint: somebody may come who lives.
     saves = job.migration is not None and job.migration.saves
     _seat(turn, job, [seats[Rank(rank)] for rank in range(job.spec.world_size)], dead)
@@ -298,7 +293,7 @@ def _give_up_the_lost(turn: Turn, job: Job) -> None:
     it: its node was started anew, or is lost. It is as dead as any rank of a lost node."""
     unsure, cluster = job.unsure, turn.cluster
     assert unsure is not None
-    if turn.now < unsure.since + PATIENCE_SECONDS or not suspicion.all_came(cluster):
+    if not _all_had_time(turn, unsure):
         return
     seats, dead = _found(job)
     stands = job.broken_at >= 0 or bool(dead)
@@ -309,6 +304,10 @@ def _give_up_the_lost(turn: Turn, job: Job) -> None:
         unsure.dead = (*unsure.dead, *lost)
         names = ", ".join(str(seat.rank) for seat in lost[:8])
         turn.note(f"no agent has rank {names} of {job.spec.job}: lost with its node", job)
+
+
+def _all_had_time(turn: Turn, unsure: Unsure) -> bool:
+    return turn.now >= unsure.since + PATIENCE_SECONDS and suspicion.all_came(turn.cluster)
 
 
 def _found(job: Job) -> tuple[dict[Rank, Seat], set[Rank]]:
