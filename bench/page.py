@@ -17,7 +17,7 @@ COLOURS = ("#5b6770", "#1768ac", "#c1550b", "#e0a030", "#3a7d44", "#7fae5a", "#8
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 860, 300, 60, 36, 14
 
 STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; color: #222; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1180px; color: #222; }
 table { border-collapse: collapse; margin: 0.6em 0 1em; font-size: 12.5px; }
 td, th { padding: 3px 5px; text-align: right; border-bottom: 1px solid #ddd; }
 th { vertical-align: bottom; font-weight: 600; } td { white-space: nowrap; }
