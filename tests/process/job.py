@@ -18,6 +18,8 @@ from keepstep.page import Page, Progress
 
 SECONDS_MAX = 150.0
 GONE_SECONDS_MAX = 10.0
+SETTLED = 4
+"""DDP has its last buckets by then (decision 0021)."""
 
 
 class SmallJob:
@@ -97,11 +99,16 @@ class SmallJob:
         return found
 
     def wait_ready(self, spares: int = 1) -> None:
-        """Running, past its first steps, with warm spares."""
+        """Running, with warm spares; perhaps in its first steps."""
         self.wait(
             lambda job: job.get("state") == "running" and job["spares"]["ready"] >= spares,
             f"a running job with {spares} spares",
         )
+
+    def wait_settled(self) -> None:
+        """Past the first steps: whoever dies from now on is replaced, and nobody starts anew."""
+        for rank in range(len(self.view()["seats"])):
+            self.wait_step(rank, SETTLED)
 
     def wait_step(self, rank: int, step: int) -> Progress:
         deadline = time.monotonic() + SECONDS_MAX

@@ -97,6 +97,7 @@ def test_leaders_are_killed_stopped_and_lose_their_database_and_the_job_ends_bit
     monkeypatch.setenv(TLS_DIRECTORY, str(tmp_path / "pki" / "operator-test"))
     with TwoLeaders(tmp_path, url) as job:
         job.wait_ready(2)
+        job.wait_settled()
         first = job.leader()
         (other,) = set(job.cluster.orchestrators) - {first}
         # It may have looked last before anybody led.

@@ -33,6 +33,7 @@ def test_a_parked_lender_goes_on_bit_for_bit_and_the_account_says_so(tmp_path: P
     big, small = with_a_lender(tmp_path, BIG)
     with big:
         big.wait_ready(0)
+        big.wait_settled()
         big.cluster.client.submit(small.spec)
         cluster = big.cluster
         cluster.wait_until(lambda p: p["jobs"]["small"]["step"] >= 0, 120.0, "a second job")
@@ -64,6 +65,7 @@ def test_a_drain_borrows_too_and_the_rank_goes_home_afterwards(tmp_path: Path) -
     big, small = with_a_lender(tmp_path, LONG)
     with big:
         big.wait_ready(0)
+        big.wait_settled()
         big.cluster.client.submit(small.spec)
         cluster = big.cluster
         cluster.wait_until(lambda p: p["jobs"]["small"]["step"] >= 0, 120.0, "a second job")

@@ -58,6 +58,7 @@ def test_so_it_does_under_a_database_that_was_restored(
 def forget(job: SmallJob, back_up: Callable[[], object], put_back: Callable[[], object]) -> None:
     """A backup, a fault and its repair, and the journal of before; to the end of the job."""
     job.wait_ready(2)
+    job.wait_settled()
     back_up()
     job.kill(1)
     after = job.wait(
