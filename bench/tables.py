@@ -211,7 +211,7 @@ def _notes(
         yield f"others took more than {OTHERS_MAX:.0%} of the machine in {disturbed} of its runs"
     uneven = sum(1 for run, bare in pairs if not same_pace(run, bare))
     if uneven:
-        yield f"the machine was not as fast as for the bare run in {uneven} of its runs"
+        yield f"the machine was faster or slower than for the bare run in {uneven} of its runs"
     yield from (run["striker_failed"] for run in runs if run.get("striker_failed"))
 
 

@@ -149,7 +149,7 @@ def test_a_machine_that_is_faster_or_slower_than_for_the_bare_run_disturbs(pace)
     found = row(uneven, "x")
     assert (found.to_bare.middle, tables.is_quiet(found)) == (3.0, False)
     assert tables.cells(found)["slower"] == f"{pace / 0.001:.2f}"
-    assert "not as fast as for the bare run in 1 of its runs" in tables.terminal([found])
+    assert "faster or slower than for the bare run in 1 of its runs" in tables.terminal([found])
     assert "| x | 1/1 | disturbed |" in tables.markdown([uneven], ["f"])
     even = a_result((bare, {**a_run("x", 12.0), "pace_seconds": 0.00105}))
     assert "| x | 1/1 | 1.200 |" in tables.markdown([uneven, even], ["f", "g"])

@@ -13,6 +13,7 @@ from keepstep.model import (
     JobState,
     NodeId,
     Phase,
+    Policy,
     Rank,
     Severity,
     Sign,
@@ -358,3 +359,46 @@ def test_nobody_meets_if_all_ranks_have_made_the_same_groups():
             decisions.append(brain.step(cluster, whole, 3.0))
         (reform,) = told(decisions[-1], wire.Reform)
         assert reform.groups_alike is alike
+
+
+def unfound(recoveries_max: int) -> state.Cluster:
+    """A job that holds for a spare, whose other agents have forgotten its workers, all at once."""
+    cluster = state.new_cluster("test")
+    hello(cluster, 6, slots=1)
+    spec = JobSpec(JOB, "train.py", nodes=6, policy=Policy(recoveries_max=recoveries_max))
+    brain.step(cluster, events.Submitted(spec), 0.0)
+    report(cluster, Phase.RESUME, 1)
+    brain.step(cluster, events.NodeSilent(NodeId("n5")), 2.0)
+    brain.step(cluster, events.Tick(), 3.0)
+    assert cluster.jobs[JOB].migration.phase is Phase.HOLD
+    for i in range(1, 5):
+        brain.step(cluster, wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b"), 100.0)
+    return cluster
+
+
+def test_many_ranks_that_nobody_finds_are_one_fault():
+    cluster = unfound(recoveries_max=1)
+    brain.step(cluster, events.Tick(), 101.0)
+    job = cluster.jobs[JOB]
+    assert job.state is not JobState.SAVED
+    assert (job.migration.recoveries, job.missing) == (1, {})
+
+
+def test_a_job_that_ends_with_the_first_of_them_stays_ended():
+    cluster = unfound(recoveries_max=0)
+    brain.step(cluster, events.Tick(), 101.0)
+    job = cluster.jobs[JOB]
+    assert job.state.over
+    assert job.migration is None
+    assert not any(cluster.nodes[NodeId(f"n{i}")].uses for i in range(1, 5))
+
+
+def test_deaths_of_one_moment_are_one_fault_however_old_the_incident_is():
+    cluster = running(nodes=6, spare_count=0, extra=3)
+    brain.step(cluster, death(cluster, 0), 2.0)
+    job = cluster.jobs[JOB]
+    for rank in (1, 2, 3):
+        brain.step(cluster, death(cluster, rank), 10.0 + rank / 100)
+    assert job.migration.recoveries == 1
+    brain.step(cluster, death(cluster, 4), 12.5)
+    assert job.migration.recoveries == 2

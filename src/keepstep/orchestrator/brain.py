@@ -502,7 +502,7 @@ def _tick(turn: Turn, event: Tick) -> None:
         if _nothing_due(job) or job.roster is None or policy.stands_still(turn.cluster, job):
             continue
         for rank, moment in sorted(job.missing.items()):
-            if turn.now >= moment:
+            if turn.now >= moment and not job.state.over:
                 _not_found(turn, job, rank)
         if not job.state.over and _listens(job):
             _judge_evidence(turn, job, ticking=True)

@@ -113,9 +113,10 @@ def _fault(turn: Turn, job: Job, fault: Fault) -> None:
         migration.kind, migration.purpose = "unplanned", "recover"
     turn.note(fault.why, job)
     early = migration.phase in (*planned.TRAINING, Phase.ALLOCATE, Phase.QUIESCE, Phase.HOLD)
-    same = early and turn.now - incident.opened_at < SAME_FAULT_SECONDS
+    last = max(incident.opened_at, migration.counted_at)
+    same = early and turn.now - last < SAME_FAULT_SECONDS
     if again and not same and not policy.stands_still(turn.cluster, job):
-        migration.recoveries += 1
+        migration.recoveries, migration.counted_at = migration.recoveries + 1, turn.now
         incident.recoveries = migration.recoveries
     if migration.phase is Phase.RESUME and not fault.dead and not fault.kill:
         migration.idle += 1

@@ -232,6 +232,7 @@ class Migration:
     """Ranks that got a new worker in this migration, and its incarnation."""
     attempts: int = 0
     recoveries: int = 0
+    counted_at: float = -1.0  # The last of them: deaths close to it are of the same fault.
     idle: int = 0
     """First steps that failed with nobody to blame."""
     plan: Plan | None = None
