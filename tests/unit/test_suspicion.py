@@ -407,3 +407,48 @@ def test_who_falls_silent_in_a_crowd_is_found_as_by_counting(nodes, how, given_u
     alive = nodes - how[:nodes].count("dead")
     many = silent > max(2, math.floor(alive * 0.10))
     assert suspicion.in_a_crowd(Turn(cluster, now), coming) is many
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_where_nobody_at_all_is_heard_a_small_cluster_trains_on(nodes: int):
+    """A cut between the orchestrator and all that there is: it heals, and nobody is fenced."""
+    cluster = cluster_of(nodes, seats=nodes, spares=0)
+    silence(cluster, nodes, 10.0)
+    for now in (10.3, 14.0, 60.0, 600.0):
+        step(cluster, events.Tick(), now)
+    assert lost(cluster) == 0
+    job = cluster.jobs[JOB]
+    for seat in job.roster.seats:
+        fact = wire.WorkerFact(JOB, seat.rank, seat.slot, seat.incarnation, job.generation)
+        back = wire.Hello(seat.node, f"a{seat.rank}", 1, 1, 2, "b", (fact,))
+        assert step(cluster, back, 605.0).orders == ()
+    assert (job.state, job.incidents) == (JobState.RUNNING, 0)
+    step(cluster, events.Tick(), 606.0)
+    assert not cluster.self_doubt
+
+
+def test_nor_is_it_given_up_when_they_do_not_find_a_new_leader():
+    cluster = cluster_of(2, seats=2, spares=0)
+    step(cluster, events.TermBegan(Term(2)), 10.0)
+    for now in (16.0, 41.0, 100.0):
+        step(cluster, events.Tick(), now)
+    assert lost(cluster) == 0
+
+
+def test_but_not_for_ever_because_somebody_may_wait_for_its_end():
+    cluster = cluster_of(2, seats=2, spares=0)
+    silence(cluster, 2, 10.0)
+    step(cluster, events.Tick(), 609.0)
+    assert lost(cluster) == 0
+    assert "nobody has been heard for 600 s" in step(cluster, events.Tick(), 611.0).why
+    assert lost(cluster) == 2
+
+
+def test_of_two_that_we_did_not_hear_the_one_that_is_missed_by_the_other_is_lost():
+    cluster = cluster_of(2, seats=2, spares=0)
+    silence(cluster, 2, 10.0)
+    step(cluster, events.Tick(), 14.0)
+    step(cluster, observed(cluster, 0, Sign.BROKEN), 20.0)
+    step(cluster, events.Tick(), 21.0)
+    assert not cluster.nodes[NodeId("n1")].alive
+    assert cluster.nodes[NodeId("n0")].alive

@@ -3,6 +3,7 @@ it. Pure.
 
     over 10 % of the nodes fall silent within 5 s   the cause is one that they share with us: our
                                                     own network, our own loop, a switch near us
+    nobody at all is heard                          so, and there is nobody who could help
     anybody is silent within 30 s of taking over    they may not have found us yet
 
 Such a node is not given up, whatever its silence lasts, before somebody else speaks against it:
@@ -14,8 +15,10 @@ Such a node is not given up, whatever its silence lasts, before somebody else sp
     a taint                 an operator's or a monitor's word about this node, since it is silent
     a new boot              its Hello proves that the old one is gone (nodes.hello)
 
-A few nodes are never put down to ourselves: small clusters do lose two at once. Nodes without a
-seat need no evidence, since nobody is fenced by giving them up, only some time.
+A few nodes of many are never put down to ourselves: clusters do lose two at once. Where those few
+are all that there is, their silence counts against them after as long as a job holds for a spare:
+somebody may wait for the job to end. Nodes without a seat need no evidence, since nobody is fenced
+by giving them up, only some time.
 """
 
 from __future__ import annotations
@@ -57,12 +60,18 @@ def doubted(turn: Turn) -> frozenset[NodeId]:
     Who fell silent with many others stays among them when the others come back, or are given up.
     """
     cluster = turn.cluster
-    for node in _crowd(cluster):
+    for node in cluster.doubtful if _nobody_heard(cluster) else _crowd(cluster):
         if not cluster.nodes[node].doubted:
             cluster.nodes[node].doubted, turn.touched = True, True
     if led_lately(cluster, turn.now):
         return frozenset(cluster.doubtful)
     return frozenset(node for node in cluster.doubtful if cluster.nodes[node].doubted)
+
+
+def _nobody_heard(cluster: Cluster) -> bool:
+    """All the nodes that we believe in are silent: giving them up would end jobs that may train,
+    with no node left to go on with."""
+    return all(state.node in cluster.doubtful for state in _alive(cluster))
 
 
 def too_many(cluster: Cluster, silent: int) -> bool:
@@ -180,7 +189,7 @@ def evidence(cluster: Cluster, nodes: Iterable[NodeId], now: float) -> dict[Node
                 of_job[name] = _peers_say(cluster, cluster.jobs[name], now)
             why = why or of_job[name] or _lost_together(cluster, cluster.jobs[name], since)
         by_peers = bool(why)
-        why = why or _tainted_since(cluster, node, since)
+        why = why or _tainted_since(cluster, node, since) or _too_long(cluster, state, now - since)
         if not why and now >= since + UNSEATED_SECONDS_MAX and not seated(cluster, state):
             why = "no rank is there"
         if why:
@@ -195,6 +204,15 @@ def seated(cluster: Cluster, state: NodeState) -> set[JobId]:
         for user in state.uses.values()
         if user.rank >= 0 and not user.fenced and not cluster.jobs[user.job].state.over
     }
+
+
+def _too_long(cluster: Cluster, state: NodeState, silent_seconds: float) -> str:
+    """Of a cluster so small that nobody is left to speak against them."""
+    jobs = seated(cluster, state)
+    held = max((cluster.jobs[job].spec.policy.hold_seconds_max for job in jobs), default=math.inf)
+    if silent_seconds < held or too_many(cluster, len(cluster.doubtful)):
+        return ""
+    return f"nobody has been heard for {held:g} s" if _nobody_heard(cluster) else ""
 
 
 def _tainted_since(cluster: Cluster, node: NodeId, since: float) -> str:
