@@ -402,3 +402,18 @@ def test_deaths_of_one_moment_are_one_fault_however_old_the_incident_is():
     assert job.migration.recoveries == 1
     brain.step(cluster, death(cluster, 4), 12.5)
     assert job.migration.recoveries == 2
+
+
+def test_a_joiner_that_crashes_on_its_way_is_not_the_programs_own_error():
+    cluster = running(nodes=3, spare_count=2, extra=2)
+    brain.step(cluster, death(cluster, 1, code=-6), 2.0)
+    report(cluster, Phase.QUIESCE, 5, now=2.5)
+    job = cluster.jobs[JOB]
+    assert job.migration.phase is Phase.REFORM
+    brain.step(cluster, death(cluster, 1, code=-6), 3.0)
+    assert not job.state.over
+    report(cluster, Phase.QUIESCE, 5, now=3.5)
+    report(cluster, Phase.VERIFY, 5, now=4.0)
+    assert job.migration.phase is Phase.RESUME
+    brain.step(cluster, death(cluster, 1, code=-6), 5.0)
+    assert job.state is JobState.FAILED, "it was told to train, and died as the first one did"

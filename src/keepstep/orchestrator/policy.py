@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass
 from enum import StrEnum
 
-from keepstep.model import Mode, Sign
+from keepstep.model import Mode, Phase, Sign
 from keepstep.orchestrator.state import Cause, Cluster, Death, Job
 
 EXCEPTION_SETTLE_SECONDS = 0.5
@@ -107,9 +107,11 @@ def _second(before: Cause, cause: Cause) -> bool:
 
 
 def died_joining(job: Job, cause: Cause) -> bool:
-    """A joiner that died before it got any state: that says nothing about the user's step."""
+    """A joiner that died before it was told to train: that says nothing about the user's step."""
     migration = job.migration
-    return migration is not None and cause.rank in migration.joined and cause.step < 0
+    if migration is None or cause.rank not in migration.joined:
+        return False
+    return cause.step < 0 or migration.phase is not Phase.RESUME
 
 
 def _exit(job: Job, cause: Cause) -> Judgement:
