@@ -97,12 +97,12 @@ class Hello:
     """The newest entry of the journal whose order was obeyed here, in that term or before it."""
     obeyed: dict[str, Generation] = field(default_factory=dict)
     """By job, the highest generation whose orders were obeyed here: later ones get higher ones."""
+    belongs: dict[str, str] = field(default_factory=dict)  # By job: that it knows (belonging.py).
     speaks: int = 1
     """The highest version of the wire that it speaks."""
     release: str = ""
-    """Of Keepstep on this node; empty: an older one, which does not say."""
     torch: str = ""
-    """As installed there; empty: none."""
+    """As installed there; empty: none, or an older Keepstep, which does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import pytest
 from keepstep import codec, wire
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig
-from keepstep.model import JobId, JobSpec, NodeId, Phase, Policy, Severity, Sign
+from keepstep.model import Generation, JobId, JobSpec, NodeId, Phase, Policy, Rank, Severity, Sign
 from keepstep.orchestrator import access, admission, events, forecast
 from keepstep.orchestrator.access import WITHHELD, Gate, Sight, refusal
 from keepstep.orchestrator.api import ROUTES, Api
@@ -537,7 +537,23 @@ def test_an_agent_is_let_in_by_token_without_tls_and_by_certificate_with_it():
 
 
 @pytest.mark.parametrize(
-    "more", [{"slots": 0}, {"slots": 10**9}, {"node": ""}, {"node": "a\nb"}, {"boot": "x" * 300}]
+    "more",
+    [
+        {"slots": 0},
+        {"slots": 10**9},
+        {"node": ""},
+        {"node": "a\nb"},
+        {"boot": "x" * 300},
+        {"release": "x" * 300},
+        {"workers": (wire.WorkerFact(JobId("j"), Rank(-1), 0, 0, Generation(1)),)},
+        {"workers": (wire.WorkerFact(JobId("j"), Rank(0), -1, 0, Generation(1)),)},
+        {"workers": (wire.WorkerFact(JobId("a b"), Rank(0), 0, 0, Generation(1)),)},
+        {"workers": (wire.WorkerFact(JobId("j"), Rank(0), 0, 0, Generation(1)),) * 5000},
+        {"standbys": (wire.StandbyFact(JobId("j"), 10**6, 1, True),)},
+        {"obeyed": {"j": Generation(2**60)}},
+        {"obeyed": {f"j{i}": Generation(1) for i in range(20_000)}},
+        {"belongs": {"j": "x" * 300}},
+    ],
 )
 def test_an_agent_of_no_sense_is_refused(more: dict[str, Any]):
     facts = {"node": "n1", "address": "h", "slots": 1, "peer_port": 1, "store_port": 2, "boot": "b"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep import wire
+from keepstep import belonging, wire
 from keepstep.agent.run import Agent, AgentConfig
 from keepstep.model import (
     Endpoint,
@@ -19,7 +19,7 @@ from keepstep.model import (
     Sign,
     Term,
 )
-from keepstep.orchestrator import brain, events, reconcile, state
+from keepstep.orchestrator import brain, events, nodes, reconcile, state
 
 JOB = JobId("train")
 
@@ -31,6 +31,10 @@ def hello(
     seq: int = 0,
     obeyed: dict[str, Generation] | None = None,
 ) -> wire.Hello:
+    told = {
+        job: belonging.word(secret_of(JobId(job), generation), JobId(job), generation, NodeId(node))
+        for job, generation in (obeyed or {}).items()
+    }
     return wire.Hello(
         NodeId(node),
         node,
@@ -42,7 +46,12 @@ def hello(
         term_seen=Term(term),
         seq_seen=seq,
         obeyed=obeyed or {},
+        belongs=told,
     )
+
+
+def secret_of(job: JobId, generation: Generation) -> str:
+    return state.generation_secret(state.new_cluster("test"), job, generation)
 
 
 def worker(rank: int, job: JobId = JOB, generation: int = 1) -> wire.WorkerFact:
@@ -378,3 +387,18 @@ def test_room_that_comes_first_is_not_used_before_those_who_may_know_more():
     ), "n0 has yet to come"
     told = step(cluster, replace(hello("n0", worker(0, generation=2)), slots=1), 10.2).orders
     assert any(isinstance(order.action, wire.Assign) for order in told)
+
+
+def test_a_worker_of_an_earlier_and_larger_run_holds_up_neither_the_doubt_nor_the_clock():
+    """Its rank has no seat: whose steps vouch for its node must be found all the same."""
+    cluster, job = with_a_job_that_trains()
+    begin(cluster, 2, 50)
+    later = Generation(job.generation + 2)
+    old = wire.WorkerFact(JOB, Rank(7), 1, 0, Generation(1))
+    for node, rank in (("n0", 0), ("n1", 1)):
+        facts = (worker(rank, generation=later), *([old] if rank == 0 else []))
+        step(cluster, hello(node, *facts, obeyed={str(JOB): later}), 10.1)
+        assert nodes.jobs_on(cluster, [NodeId(node)])
+    assert job.unsure is None
+    orders = step(cluster, hello("n0", worker(0), old), 11.0).orders
+    assert any(isinstance(order.action, wire.Fence) for order in orders)

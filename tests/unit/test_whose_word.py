@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep import wire
-from keepstep.model import Generation, JobId, JobSpec, JobState, NodeId, Phase, Rank, Sign
-from keepstep.orchestrator import admission, brain, events, nodes, policy, state
-from keepstep.orchestrator.state import NodeState, Occupant
+import pytest
+
+from keepstep import belonging, wire
+from keepstep.model import Generation, JobId, JobSpec, JobState, NodeId, Phase, Rank, Sign, Term
+from keepstep.orchestrator import admission, brain, events, nodes, policy, reconcile, state
+from keepstep.orchestrator.state import Cluster, NodeState, Occupant, generation_secret
 
 JOB = JobId("train")
 STRANGER = NodeId("n9")
@@ -109,12 +111,53 @@ def test_doubt_about_a_job_is_raised_by_those_who_have_something_of_it():
     obeyed = {str(JOB): Generation(job.promised + 10)}
     brain.step(cluster, wire.Hello(STRANGER, "n9", 1, 1, 2, "b", obeyed=obeyed), 2.0)
     assert job.unsure is None
-    worker = wire.WorkerFact(JOB, Rank(1), 7, 0, Generation(job.promised + 10))
-    for node, workers in ((NodeId("n1"), ()), (STRANGER, (worker,))):
-        cluster = running()
-        said = wire.Hello(node, node, 1, 1, 2, "b", workers, obeyed=obeyed)
-        brain.step(cluster, said, 2.0)
-        assert cluster.jobs[JOB].unsure is not None
+    cluster = running()
+    brain.step(cluster, wire.Hello(NodeId("n1"), "n1", 1, 1, 2, "b", obeyed=obeyed), 2.0)
+    assert cluster.jobs[JOB].unsure is not None
+
+
+@pytest.mark.parametrize("doubted", [False, True])
+@pytest.mark.parametrize("known", ["nothing", "an older secret", "another node's", "its own"])
+def test_a_seat_is_taken_by_those_alone_who_were_told_of_its_generation(known: str, doubted: bool):
+    cluster = running()
+    job = cluster.jobs[JOB]
+    later = Generation(job.generation + 5)
+    if doubted:
+        gap = events.JournalBehind(NodeId("n1"), Term(0), 99, 9, {str(JOB): later})
+        brain.step(cluster, gap, 1.5)
+    words = {
+        "nothing": "",
+        "an older secret": word_of(cluster, Generation(job.generation - 1), STRANGER),
+        "another node's": word_of(cluster, later, NodeId("n1")),
+        "its own": word_of(cluster, later, STRANGER),
+    }
+    worker = wire.WorkerFact(JOB, Rank(0), 0, 10**6, later)
+    said = replace(
+        wire.Hello(STRANGER, "n9", 1, 1, 2, "b", (worker,), seq_seen=10**6),
+        obeyed={str(JOB): later},
+        belongs={str(JOB): words[known]},
+    )
+    gap = reconcile.gap(cluster, Term(0), 5, said)
+    assert (str(JOB) in gap.obeyed) == (known == "its own")
+    before = job.roster.seats
+    brain.step(cluster, said, 2.0)
+    for seat in before:
+        fact = wire.WorkerFact(JOB, seat.rank, seat.slot, seat.incarnation, Generation(1))
+        brain.step(cluster, wire.Hello(seat.node, seat.node, 1, 1, 2, "b", (fact,)), 2.1)
+    brain.step(cluster, events.Tick(), 40.0)
+    taken = any(seat.node == STRANGER for seat in job.roster.seats)
+    assert taken == (known == "its own")
+    assert job.unsure is None
+
+
+def word_of(cluster: Cluster, generation: Generation, node: NodeId) -> str:
+    return belonging.word(generation_secret(cluster, JOB, generation), JOB, generation, node)
+
+
+def test_a_word_says_of_which_generation_it_is_and_nothing_else_is_one():
+    assert belonging.generation_of(belonging.word("s", JOB, Generation(7), STRANGER)) == 7
+    for said in ("", "/", "x/1", "-1/a", "1" * 5000, "\u0661/a"):
+        assert belonging.generation_of(said) is None
 
 
 def test_a_name_is_free_once_its_stream_was_closed_with_no_rank_behind_it():

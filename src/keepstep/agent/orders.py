@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from keepstep import codec, wire
+from keepstep import belonging, codec, wire
 from keepstep.agent import log
 from keepstep.agent.forks import Forks
 from keepstep.agent.links import Link, Links
@@ -355,7 +355,11 @@ class Orders:
         if order.generation > record.generation:
             record = replace(record, generation=order.generation, forwarded=())
         if membership is not None and membership.secret not in record.secrets:
-            record = replace(record, secrets=(*record.secrets, membership.secret)[-SECRETS_MAX:])
+            record = replace(
+                record,
+                secrets=(*record.secrets, membership.secret)[-SECRETS_MAX:],
+                belongs=belonging.word(membership.secret, order.job, order.generation, self._node),
+            )
         new = True
         if forward:
             text = codec.dumps(wire.to_plain(order)).decode()

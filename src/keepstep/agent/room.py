@@ -81,6 +81,8 @@ class JobRecord:
     generation: Generation = Generation(0)
     """The highest one obeyed: older orders are refused."""
     secrets: tuple[str, ...] = ()
+    belongs: str = ""
+    """The word of the newest generation whose secret was told here."""
     forwarded: tuple[str, ...] = ()
     """Orders of this generation for the workers, as JSON: replayed to one that (re)connects."""
     endings: tuple[wire.Observed, ...] = ()

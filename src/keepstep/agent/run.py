@@ -193,6 +193,7 @@ class Agent:
             labels=self.config.labels,
             seq_seen=self.room.seq,
             obeyed={str(name): job.generation for name, job in self.room.jobs.items()},
+            belongs={str(name): job.belongs for name, job in self.room.jobs.items() if job.belongs},
             speaks=wire.VERSION,
             release=__version__,
             torch=installed("torch"),

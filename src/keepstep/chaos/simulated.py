@@ -17,6 +17,7 @@ from random import Random
 from typing import Protocol
 
 from keepstep.agent.reports import joined
+from keepstep.belonging import word
 from keepstep.model import (
     EXIT_REQUEUE,
     Generation,
@@ -165,6 +166,7 @@ class Agent:
         self.seq = 0
         """Of the journal, as the last order that was obeyed here knew it."""
         self.generations: dict[JobId, Generation] = {}
+        self.words: dict[JobId, str] = {}
         self.workers: list[Worker] = []
         self.standbys: dict[int, StandbySlot] = {}
         self.rings: dict[JobId, Rings] = {}
@@ -194,6 +196,7 @@ class Agent:
             term_seen=self.term,
             seq_seen=self.seq,
             obeyed={str(job): generation for job, generation in self.generations.items()},
+            belongs={str(job): word for job, word in self.words.items()},
             labels=self.labels,
         )
 
@@ -271,6 +274,9 @@ class Agent:
         if order.generation < known and not exact:
             return
         self.generations[order.job] = max(known, order.generation)
+        if isinstance(order.action, StartWorkers | Assign | Reform):
+            secret = order.action.membership.secret
+            self.words[order.job] = word(secret, order.job, order.generation, self.node)
         match order.action:
             case StartWorkers(seats=seats, membership=membership, resume_from=origin):
                 if order.generation > known and not self._of(order.job):

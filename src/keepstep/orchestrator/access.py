@@ -255,7 +255,8 @@ class Sight:
         named = entry["event"]["body"]
         facts = (*named.get("workers", ()), *named.get("standbys", ()))
         about = [named.get("job"), named.get("spec", {}).get("job"), *(f["job"] for f in facts)]
-        keys = (*named.get("obeyed", ()), *entry.get("jobs", ()))
+        told = (*named.get("obeyed", ()), *named.get("belongs", ()))
+        keys = (*told, *entry.get("jobs", ()))
         if any(name not in (None, job) for name in about) or any(k not in self._own for k in keys):
             return True
         return self._anywhere(entry)

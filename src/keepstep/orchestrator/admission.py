@@ -46,6 +46,12 @@ TEXT_CHARS_MAX = 4096
 TEXTS_MAX = 4096
 SLOTS_MAX = 1024
 LABELS_MAX = 64
+FACTS_MAX = 4 * SLOTS_MAX
+"""Workers and standbys that a node lists: those of before may live beside those of now."""
+JOBS_TOLD_MAX = 10_000
+"""Of whose generations a node tells; it remembers all that it ever had."""
+NUMBER_MAX = 2**53
+"""Of a rank, an incarnation or a generation: whoever says more wants to use up the numbers."""
 
 
 def check(spec: JobSpec, nodes: Collection[NodeId] = ()) -> None:
@@ -161,6 +167,25 @@ def why_not_agent(
     texts = [hello.address, hello.boot, *hello.labels, *hello.labels.values()]
     if len(hello.labels) > LABELS_MAX or any(len(text) > 256 for text in texts):
         return f"a node has at most {LABELS_MAX} labels, of 256 characters each"
+    return _why_not_facts(hello)
+
+
+def _why_not_facts(hello: wire.Hello) -> str:
+    """Why what a node says it has cannot be; empty if it can."""
+    places = [(fact.job, fact.slot) for fact in hello.workers]
+    places += [(fact.job, fact.slot) for fact in hello.standbys]
+    if len(places) > FACTS_MAX or max(len(hello.obeyed), len(hello.belongs)) > JOBS_TOLD_MAX:
+        return f"a node has at most {FACTS_MAX} workers, and tells of {JOBS_TOLD_MAX} jobs"
+    texts = (hello.release, hello.torch, *hello.belongs.values())
+    jobs = {*(str(job) for job, _ in places), *hello.obeyed, *hello.belongs}
+    if not all(map(JOB_NAME.fullmatch, jobs)) or any(len(text) > 256 for text in texts):
+        return "a job's name, a release or a word that is none"
+    numbers = [n for fact in hello.workers for n in (fact.rank, fact.incarnation, fact.generation)]
+    numbers += [hello.seq_seen, hello.term_seen, *hello.obeyed.values()]
+    if not all(0 <= number <= NUMBER_MAX for number in numbers):
+        return f"a rank, an incarnation, a generation or an entry outside 0 to {NUMBER_MAX}"
+    if not all(0 <= slot < SLOTS_MAX for _, slot in places):
+        return f"a slot outside 0 to {SLOTS_MAX - 1}"
     return ""
 
 

@@ -168,9 +168,7 @@ def _fence_stray(turn: Turn, state: NodeState, fact: WorkerFact) -> None:
     turn.orders.append(
         Order(cluster.term, generation, OrderId(name), fact.job, (state.node,), Fence((seat,)))
     )
-    if fact.slot not in state.uses and fact.slot < state.slots:
-        user = Occupant(fact.job, fact.rank, fact.incarnation, fenced=True)
-        slots.occupy(cluster, state.node, fact.slot, user)
+    reconcile.keep_slot(turn, state, fact, fenced=True)
     turn.note(
         f"{state.node} still runs incarnation {fact.incarnation} of rank {fact.rank} of "
         f"generation {fact.generation}: fenced"
@@ -296,7 +294,8 @@ def own_pulses(cluster: Cluster, beat: Heartbeat) -> Heartbeat:
 def _trains(cluster: Cluster, user: Occupant) -> bool:
     """It has a seat: it is no target that warms up, and nobody who waits to leave."""
     job = cluster.jobs[user.job]
-    return job.roster is not None and job.roster.seats[user.rank].incarnation == user.incarnation
+    seats = job.roster.seats if job.roster is not None else ()
+    return user.rank < len(seats) and seats[user.rank].incarnation == user.incarnation
 
 
 def heard(turn: Turn, state: NodeState) -> None:

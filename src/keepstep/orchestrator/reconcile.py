@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from keepstep import belonging
 from keepstep.model import Generation, JobId, JobState, NodeId, Phase, Rank, Seat, Sign, Term
 from keepstep.orchestrator import launch, observe, orders, roster, saving, slots, suspicion
 from keepstep.orchestrator.events import JournalBehind
@@ -55,7 +56,12 @@ def gap(cluster: Cluster, term: Term, seq: int, hello: Hello) -> JournalBehind |
     if hello.seq_seen <= end or hello.seq_seen == cluster.ahead.get(hello.node):
         # Before its first order of this history a node says again what is written down already.
         return None
-    return JournalBehind(hello.node, hello.term_seen, hello.seq_seen, end + 1, {**hello.obeyed})
+    obeyed = {
+        name: generation
+        for name, generation in hello.obeyed.items()
+        if (job := cluster.jobs.get(JobId(name))) is None or _belongs(cluster, job, hello)
+    }
+    return JournalBehind(hello.node, hello.term_seen, hello.seq_seen, end + 1, obeyed)
 
 
 def behind(turn: Turn, event: JournalBehind) -> None:
@@ -87,17 +93,20 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
     """What one agent knows of the jobs in doubt; its word may be what brings one into doubt."""
     for name, generation in sorted(event.obeyed.items()):
         job = turn.cluster.jobs.get(JobId(name))
-        if job is None or job.state.over or not _concerns(job, state, event):
+        if job is None or job.state.over or not _belongs(turn.cluster, job, event):
             continue
         if generation > job.promised or job.unsure is not None:
             _doubt(turn, job, generation, event.node)
     for job in _unsure(turn.cluster):
         assert job.unsure is not None
         facts = [fact for fact in event.workers if fact.job == job.spec.job]
-        if _concerns(job, state, event):
+        if _belongs(turn.cluster, job, event):
             # What this agent has to tell besides comes behind its hello.
             late = turn.now + suspicion.TERM_GRACE_SECONDS - PATIENCE_SECONDS
             job.unsure.since = max(job.unsure.since, late)
+        elif facts:
+            _disbelieve(turn, job, state, facts)
+            facts = []
         living = {(fact.rank, state.node, fact.incarnation) for fact in facts}
         job.unsure.dead = tuple(seat for seat in job.unsure.dead if _who(seat) not in living)
         job.unsure.claims[state.node] = tuple(
@@ -105,11 +114,28 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
         )
         for fact in facts:
             _doubt(turn, job, fact.generation, event.node)
-            # Nothing else may be placed there.
-            if fact.slot not in state.uses and fact.slot < state.slots:
-                user = Occupant(fact.job, fact.rank, fact.incarnation)
-                slots.occupy(turn.cluster, state.node, fact.slot, user)
+            # Of a rank that only an earlier, larger run had there is no seat.
+            keep_slot(turn, state, fact, fenced=fact.rank >= job.spec.world_size)
         turn.touched = True
+
+
+def _disbelieve(turn: Turn, job: Job, state: NodeState, facts: list[WorkerFact]) -> None:
+    """Whoever it is gets no seat by saying so; what it runs, if it does, is left alone for now."""
+    for fact in facts:
+        keep_slot(turn, state, fact, fenced=True)
+    ranks = ", ".join(str(fact.rank) for fact in facts[:8])
+    turn.note(
+        f"{state.node} lists rank {ranks} of {job.spec.job}, and does not show that it was ever "
+        "told of it: not believed",
+        job,
+    )
+
+
+def keep_slot(turn: Turn, state: NodeState, fact: WorkerFact, *, fenced: bool) -> None:
+    """Nothing else may be placed where a worker is that nobody knew of."""
+    if fact.slot not in state.uses and fact.slot < state.slots:
+        user = Occupant(fact.job, fact.rank, fact.incarnation, fenced=fenced)
+        slots.occupy(turn.cluster, state.node, fact.slot, user)
 
 
 def _who(seat: Seat) -> tuple[Rank, NodeId, int]:
@@ -117,11 +143,22 @@ def _who(seat: Seat) -> tuple[Rank, NodeId, int]:
     return seat.rank, seat.node, seat.incarnation
 
 
-def _concerns(job: Job, state: NodeState, event: Hello) -> bool:
-    """One node's word does not stop a job that it has nothing to do with."""
-    there = {user.job for user in state.uses.values()} | {fact.job for fact in event.workers}
-    seats = job.roster.seats if job.roster is not None else ()
-    return job.spec.job in there or any(seat.node == state.node for seat in seats)
+def _belongs(cluster: Cluster, job: Job, hello: Hello) -> bool:
+    """Whether a node may speak for a job: it has something of it as far as the journal knows, or it
+    was told the secret of a generation that the journal has forgotten. Any other's word neither
+    stops a job nor takes a seat: it may be the only node that somebody broke into."""
+    name, node = job.spec.job, hello.node
+    state, now = cluster.nodes.get(node), job.roster
+    if state is not None and any(u.job == name and not u.fenced for u in state.uses.values()):
+        return True
+    if now is not None and any(seat.node == node for seat in now.seats):
+        return True
+    said = hello.belongs.get(str(name), "")
+    generation = belonging.generation_of(said)
+    if generation is None or generation < job.generation:
+        return False
+    secret = generation_secret(cluster, name, generation)
+    return belonging.same(said, belonging.word(secret, name, generation, node))
 
 
 def _doubt(turn: Turn, job: Job, generation: Generation, node: NodeId) -> None:
@@ -161,9 +198,7 @@ def left_alone(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
         return True
     if not forgotten(cluster, job, state.node):
         return False
-    if fact.slot not in state.uses and fact.slot < state.slots:
-        user = Occupant(fact.job, fact.rank, fact.incarnation, fenced=True)
-        slots.occupy(cluster, state.node, fact.slot, user)
+    keep_slot(turn, state, fact, fenced=True)
     turn.note(
         f"{state.node} runs rank {fact.rank} of {fact.job}, which this journal does not have: it "
         "is left alone, and nothing is decided about it"
