@@ -1,9 +1,11 @@
 """A million hostile inputs for the wire's decoder, and generated requests for the whole HTTP API.
 
-    python -m bench.fuzz [--inputs 1250000] [--examples 20] [--seed 1] [--part decoders]
+    python -m bench.fuzz [--inputs 1250000] [--stories 5000] [--examples 20] [--seed 1]
+                         [--part decoders|brain|http]
 
 The first part feeds bent messages, frames, journal events and HTTP heads to what reads them
-(bench/fuzz_wire.py); of its inputs four in five go to the wire's decoder. The second asks a real
+(bench/fuzz_wire.py); of its inputs four in five go to the wire's decoder. The second is a node that
+was broken into and says well-formed lies about others (bench/fuzz_brain.py). The third asks a real
 orchestrator by every caller, through schemathesis (bench/fuzz_http.py). Exit 1 if anything crashed,
 answered 5xx, had an effect without the right, or showed one project to another.
 """
@@ -18,14 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import fuzz_http, fuzz_wire, record
+from bench import fuzz_brain, fuzz_http, fuzz_wire, record
 
 
 def main() -> int:
     args = options()
     print(f"seed {args.seed}; machine {record.machine()}")
-    parts = {"decoders": decoders, "http": requests}
-    return max(parts[name](args) for name in parts if args.part in (name, "both"))
+    parts = {"decoders": decoders, "brain": lies, "http": requests}
+    return max(parts[name](args) for name in parts if args.part in (name, "all"))
 
 
 def decoders(args: argparse.Namespace) -> int:
@@ -38,6 +40,15 @@ def decoders(args: argparse.Namespace) -> int:
         print(f"{name}: {total} inputs, {refused} refused, {crashed} crashes")
     print(f"slowest {found['slowest_seconds']:.3f} s of CPU; {found['seconds']} s in all")
     return conclude("fuzz-decoders", args, found, found["crashes"])
+
+
+def lies(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    found = fuzz_brain.attack(args.seed, 0, args.stories)
+    found["seconds"] = round(time.monotonic() - began, 1)
+    told = ", ".join(f"{count} {what}" for what, count in found["outcomes"].items())
+    print(f"{args.stories} stories of a hostile node: {told}; {found['seconds']} s")
+    return conclude("fuzz-brain", args, found, found["crashes"])
 
 
 def requests(args: argparse.Namespace) -> int:
@@ -62,9 +73,10 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.fuzz", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--inputs", type=int, default=1_250_000, help="for all decoders")
+    parser.add_argument("--stories", type=int, default=5_000, help="of a hostile node")
     parser.add_argument("--examples", type=int, default=20, help="per operation, kind and caller")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--part", choices=("decoders", "http", "both"), default="both")
+    parser.add_argument("--part", choices=("decoders", "brain", "http", "all"), default="all")
     return parser.parse_args()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bench import fuzz_wire
+from bench import fuzz_brain, fuzz_wire
+from keepstep.orchestrator import reconcile
 
 INPUTS = 10_000
 
@@ -27,3 +28,15 @@ def test_a_crash_would_be_seen(monkeypatch):
     assert found["crashes"]
     again = fuzz_wire.Inputs(2).make(found["crashes"][0]["number"])
     assert b"n1" in again, "an input is found again by its number"
+
+
+def test_a_node_that_was_broken_into_crashes_nobody_and_changes_nobody_elses_job():
+    found = fuzz_brain.attack(seed=2, first=0, count=60)
+    assert found["crashes"] == []
+    assert found["outcomes"]["stepped"] > 20 * 60
+
+
+def test_a_lie_that_is_believed_would_be_seen(monkeypatch):
+    monkeypatch.setattr(reconcile, "_belongs", lambda cluster, job, hello: True)
+    found = fuzz_brain.attack(seed=2, first=0, count=20)
+    assert any("changed another's job" in crash["why"] for crash in found["crashes"])
