@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from keepstep.orchestrator.http import (
     HttpServer,
     Reply,
     Request,
+    Response,
     Streamed,
     Upgraded,
     body_bytes,
@@ -179,6 +181,81 @@ def test_a_stream_ends_with_its_parts_and_its_source_is_closed_when_the_client_l
         await closed.wait()
 
     served(stream, client)
+
+
+def test_a_client_that_talks_on_while_it_listens_is_let_go():
+    closed = asyncio.Event()
+
+    async def parts():
+        try:
+            yield b": connected\n\n"
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    async def stream(_: Request) -> Reply:
+        return Streamed(parts(), "text/event-stream")
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await reader.readuntil(b": connected\n\n")
+        writer.write(b"y" * http.HEAD_BYTES_MAX)
+        await closed.wait()
+        with contextlib.suppress(OSError):
+            assert await reader.read() == b""
+        await closed_for_good(writer)
+
+    served(stream, client)
+
+
+class Keen:
+    """A connection whose reader takes everything at once."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(bytes(data))
+
+    async def drain(self) -> None:
+        return
+
+
+async def turns_during(sending: Awaitable[None]) -> int:
+    """How often somebody else had a turn meanwhile."""
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    await sending
+    task.cancel()
+    return turns
+
+
+def test_a_reader_that_keeps_up_does_not_keep_the_loop():
+    async def parts():
+        for _ in range(100):
+            yield b"x"
+
+    writer: Any = Keen()
+    assert asyncio.run(turns_during(http._send_parts(writer, parts()))) >= 99
+    assert writer.written == [b"x"] * 100
+
+
+def test_a_long_answer_is_sent_piece_by_piece():
+    body = bytes(range(256)) * 2048
+    writer: Any = Keen()
+    turns = asyncio.run(turns_during(http._send(writer, Response(200, body))))
+    assert turns >= len(body) // http.PIECE_BYTES - 1
+    assert max(map(len, writer.written)) < http.PIECE_BYTES + 1000
+    head, _, sent = b"".join(writer.written).partition(b"\r\n\r\n")
+    assert (f"Content-Length: {len(body)}".encode() in head, sent) == (True, body)
 
 
 def test_an_upgrade_hands_the_connection_over():

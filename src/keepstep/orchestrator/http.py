@@ -38,6 +38,8 @@ WAITING_MAX = 4096
 """Connections that the kernel keeps for us (at most net.core.somaxconn)."""
 LINGER_SECONDS_MAX = 0.5
 """How long a refused client may take to read why."""
+PIECE_BYTES = 64 * 1024
+"""Of a long answer, what is given to the connection at once: a slow reader of it costs no more."""
 
 
 class BadRequest(KeepstepError):
@@ -269,9 +271,10 @@ async def _send(writer: asyncio.StreamWriter, response: Response) -> None:
         "Connection": "close",
         **response.headers,
     }
-    writer.write(_head(response.status, headers) + response.body)
-    async with asyncio.timeout(WRITE_SECONDS_MAX):
-        await writer.drain()
+    body = memoryview(response.body)
+    await _put(writer, _head(response.status, headers) + body[:PIECE_BYTES])
+    for at in range(PIECE_BYTES, len(body), PIECE_BYTES):
+        await _put(writer, body[at : at + PIECE_BYTES])
 
 
 async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -292,7 +295,7 @@ async def _stream(
     headers = {"Content-Type": reply.content_type, "Connection": "close"}
     writer.write(_head(200, {**headers, "Cache-Control": "no-store"}))
     sending = asyncio.ensure_future(_send_parts(writer, reply.parts))
-    leaving = asyncio.ensure_future(reader.read())
+    leaving = asyncio.ensure_future(_left(reader))
     try:
         await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -302,8 +305,21 @@ async def _stream(
                 await task
 
 
+async def _left(reader: asyncio.StreamReader) -> None:
+    """Until the client leaves. It has nothing more to say, so one that says much is taken for gone:
+    what nobody reads must not pile up here."""
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        await reader.readexactly(HEAD_BYTES_MAX)
+
+
 async def _send_parts(writer: asyncio.StreamWriter, parts: AsyncIterator[bytes]) -> None:
     async for part in parts:
-        writer.write(part)
-        async with asyncio.timeout(WRITE_SECONDS_MAX):
-            await writer.drain()
+        await _put(writer, part)
+
+
+async def _put(writer: asyncio.StreamWriter, part: bytes | memoryview) -> None:
+    writer.write(part)
+    async with asyncio.timeout(WRITE_SECONDS_MAX):
+        await writer.drain()
+    # While the reader keeps up, drain() lets nobody else run.
+    await asyncio.sleep(0)
