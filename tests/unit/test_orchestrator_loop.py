@@ -394,6 +394,14 @@ def test_an_agent_that_refuses_an_order_keeps_its_stream(scene: Scene):
     assert stream.dropped == "a Publish of another node, or of none"
 
 
+def test_what_an_agent_says_of_an_order_is_not_logged_without_end(scene: Scene):
+    told: dict[str, Any] = {}
+    stream: Any = scene.stream
+    scene.loop._log = lambda event, **facts: told.update(facts)
+    asyncio.run(scene.loop._receive(stream, wire.Refused("x" * 1_000_000)))
+    assert len(told["why"]) == state.DETAIL_CHARS_MAX
+
+
 def publish_of(node: NodeId) -> wire.Publish:
     return wire.Publish(node, JOB, Generation(1), Rank(0), 1, "path", "r")
 

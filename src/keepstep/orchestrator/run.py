@@ -512,7 +512,7 @@ class Orchestrator:
             return  # Bytes of a connection that has been replaced or given up.
         if isinstance(message, wire.Refused):
             # It names no node. An order that failed, or came too late, is told again if it counts.
-            self._log("agent.refuses", node=stream.node, why=message.why)
+            self._log("agent.refuses", node=stream.node, why=message.why[: state.DETAIL_CHARS_MAX])
             return
         if getattr(message, "node", None) != stream.node:
             stream.drop(f"a {type(message).__name__} of another node, or of none")
