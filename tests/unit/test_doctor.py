@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import socket
@@ -26,6 +27,7 @@ from keepstep.cli.findings import (
     worst,
 )
 from keepstep.cli.fit import fit
+from keepstep.errors import Unreachable
 
 NOW = 1_800_000_000.0
 JOB: dict[str, Any] = {
@@ -112,6 +114,7 @@ def test_a_healthy_cluster_gets_no_blame():
         ("endpoints", (Reached("u", status="leading"),), "fail", "journal is away"),
         ("endpoints", (Reached("u", status="following", ready=True),), "fail", "nobody leads"),
         ("refused", "no token, or a wrong one", "fail", "refused"),
+        ("silent", "no orchestrator answers at u (timed out)", "fail", "did not say how things"),
         ("token_mode", 0o644, "warn", "may read its file"),
         ("certificates", (Certificate("c", NOW - DAY),), "fail", "has expired 1.0 days ago"),
         ("certificates", (Certificate("c", NOW + DAY),), "warn", "expires in 1 days"),
@@ -212,6 +215,28 @@ def test_a_certificate_says_when_it_expires(tmp_path: Path):
     assert "cannot be read" in doctor.certificate(tmp_path / "none").problem
     (tmp_path / "bad").write_text("x", encoding="utf-8")
     assert "cannot be read" in doctor.certificate(tmp_path / "bad").problem
+
+
+def test_one_that_leads_and_says_no_more_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+    class Mute:
+        def __init__(self, url: str, token: str) -> None:
+            self.url, self.token = url, token
+
+        def health(self) -> dict[str, str]:
+            return {"status": "leading"}
+
+        def ready(self) -> dict[str, bool]:
+            return {"ready": True}
+
+        def cluster(self) -> dict[str, Any]:
+            raise Unreachable("it broke off its answer")
+
+    monkeypatch.setattr(doctor, "Client", Mute)
+    monkeypatch.setattr(doctor, "from_environment", lambda *_: Mute("http://o:1", "token"))
+    asked = argparse.Namespace(orchestrator="", token_file="", certificates=[])
+    (found,) = [f for f in judge(doctor.look(asked)) if f.level is Level.FAIL]
+    assert "it broke off its answer" in found.says
+    assert found.fix
 
 
 def test_a_dead_orchestrator_ends_the_command_with_1_and_json(

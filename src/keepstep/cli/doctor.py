@@ -87,7 +87,7 @@ def look(asked: argparse.Namespace) -> Facts:
     endpoints = tuple(_reach(each) for each in clients)
     leading = ("leading", "cut off")
     asks = [c for c, r in zip(clients, endpoints, strict=True) if r.status in leading]
-    picture, own, seconds, now, refused = None, None, 0.0, time.time(), ""
+    picture, own, seconds, now, refused, silent = None, None, 0.0, time.time(), "", ""
     try:
         for leader in asks[:1]:
             picture = leader.cluster()
@@ -96,12 +96,16 @@ def look(asked: argparse.Namespace) -> Facts:
             now, seconds = time.time(), time.monotonic() - began
     except Refusal as error:
         refused = str(error)
+    except KeepstepError as error:
+        # It answers, but not this: too slowly, too many ask, or it has just gone.
+        silent = str(error)
     ports, left_out = _knock((picture or {"nodes": {}})["nodes"])
     return Facts(
         now=now,
         release=__version__,
         endpoints=endpoints,
         refused=refused,
+        silent=silent,
         token_mode=_mode(asked.token_file or os.environ.get("KEEPSTEP_TOKEN_FILE", "")),
         certificates=_certificates(asked.certificates, [each.url for each in clients]),
         picture=picture,

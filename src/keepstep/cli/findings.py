@@ -80,6 +80,8 @@ class Facts:
     endpoints: tuple[Reached, ...] = ()
     refused: str = ""
     """What the orchestrator said to our token, if it did not like it."""
+    silent: str = ""
+    """Why the one that leads did not say how things are, if it did not."""
     token_mode: int | None = None
     """The permissions of the token's file."""
     certificates: tuple[Certificate, ...] = ()
@@ -139,6 +141,13 @@ def _endpoints(facts: Facts) -> Iterator[Finding]:
             )
         else:
             yield Finding(Level.OK, "orchestrator", f"{reached.url}: {reached.status}")
+    if facts.silent:
+        yield Finding(
+            Level.FAIL,
+            "orchestrator",
+            f"it leads, but did not say how things are: {facts.silent}",
+            "ask again; if it stays so, look for loop.late in its log: its machine is too busy",
+        )
     answered = [reached.status for reached in facts.endpoints if not reached.problem]
     if answered and "leading" not in answered:
         yield Finding(
