@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keepstep.cli import main
 from keepstep.errors import ConfigError
-from keepstep.orchestrator import tokens
+from keepstep.model import JobId, JobSpec, JobState
+from keepstep.orchestrator import admission, state, tokens
 from keepstep.orchestrator.access import Rates
+from keepstep.orchestrator.http import BadRequest
 from keepstep.orchestrator.tokens import MAY, Caller, Role, Tokens
 
 OWN = "the-clusters-own-token"
@@ -130,3 +133,27 @@ def test_the_command_line_prints_a_token_once(
     assert "sha256" not in capsys.readouterr().out
     assert main(["admin", "token", "revoke", "bob"]) == 0
     assert main(["admin", "token", "revoke", "bob"]) == 2
+
+
+def spec(priority: int, **more: Any) -> JobSpec:
+    return JobSpec(JobId("j"), "t.py", priority=priority, **more)
+
+
+def test_a_projects_token_does_not_put_its_jobs_above_others():
+    caller = Caller("alice", Role.OPERATOR, "a")
+    assert admission.owned(spec(0), caller, None).project == "a"
+    assert admission.owned(spec(-5), caller, None).priority == -5
+    with pytest.raises(BadRequest, match="a project's highest") as refused:
+        admission.owned(spec(1), caller, None)
+    assert (refused.value.status, bool(refused.value.fix)) == (403, True)
+    whole = Caller("root", Role.OPERATOR)
+    assert admission.owned(spec(1_000_000, project="a"), whole, None).priority == 1_000_000
+
+
+def test_what_was_granted_may_be_said_again_by_every_launcher():
+    caller = Caller("alice", Role.OPERATOR, "a")
+    known = state.Job(spec(9, project="a"), JobState.RUNNING, 0.0)
+    assert admission.owned(spec(9), caller, known) == known.spec
+    known.state = JobState.FINISHED
+    with pytest.raises(BadRequest, match="a project's highest"):
+        admission.owned(spec(9), caller, known)

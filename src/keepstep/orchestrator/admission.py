@@ -40,6 +40,9 @@ BOUNDS: Mapping[str, tuple[int, int]] = {
     "priority": (-1_000_000, 1_000_000),
     "standby_level": (1, 2),
 }
+PROJECT_PRIORITY_MAX = 0
+"""What a project's own token may ask for. A job of higher priority takes devices from others', and
+that is for whoever runs the cluster to grant: with a token without a project."""
 SECONDS_MAX = 10 * 365 * 86_400.0
 TEXT_CHARS_MAX = 4096
 """Of a path, an argument or a variable."""
@@ -106,6 +109,13 @@ def owned(spec: JobSpec, caller: Caller, known: Job | None) -> JobSpec:
     if caller.project and spec.project != caller.project:
         raise BadRequest(
             403, f"{caller.name} is of project {caller.project}", "submit in this project"
+        )
+    granted = known is not None and not known.state.over and known.spec == spec
+    if caller.project and spec.priority > PROJECT_PRIORITY_MAX and not granted:
+        raise BadRequest(
+            403,
+            f"priority {spec.priority} is above {PROJECT_PRIORITY_MAX}, a project's highest",
+            "give a lower --priority, or have it submitted with a token without a project",
         )
     if known is None:
         return spec
