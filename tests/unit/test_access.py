@@ -19,7 +19,7 @@ from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig
 from keepstep.model import Generation, JobId, JobSpec, NodeId, Phase, Policy, Rank, Severity, Sign
 from keepstep.orchestrator import access, admission, events, forecast
-from keepstep.orchestrator.access import WITHHELD, Gate, Sight, refusal
+from keepstep.orchestrator.access import EVENTS, WITHHELD, Gate, Sight, refusal
 from keepstep.orchestrator.api import ROUTES, Api
 from keepstep.orchestrator.http import BadRequest, Request, Response, Streamed
 from keepstep.orchestrator.journal import Link
@@ -325,9 +325,10 @@ async def test_one_caller_leaves_streams_to_others(made: Served):
     made.api._gate = gate = Gate(made.gate._tokens, event_streams_max=8)
     route = next(route for route in ROUTES if route.path == "/v1/events")
     caller = Caller("vieweraa", Role.VIEWER, "a")
-    gate._streams[caller.name] = 1
+    listening = gate.streams[EVENTS].open
+    listening[caller.name] = 1
     gate.check(route, caller)
-    gate._streams[caller.name] = 2
+    listening[caller.name] = 2
     with pytest.raises(BadRequest, match="too many clients"):
         gate.check(route, caller)
     gate.check(route, Caller("another", Role.VIEWER, "b"))
@@ -344,12 +345,12 @@ async def test_a_stream_ends_with_its_token(made: Served):
         while True:
             yield b": alive"
 
-    parts = made.gate.counted(told(), request, caller)
+    parts = made.gate.counted(told(), EVENTS, request, caller)
     assert await anext(parts) == b": alive"
     made.gate._tokens._known.clear()
     with patch.object(access, "AGAIN_SECONDS", -1.0), pytest.raises(StopAsyncIteration):
         await anext(parts)
-    assert not made.gate._streams
+    assert not made.gate.streams[EVENTS].open
 
 
 BEGIN, END = "<!-- roles: written by tests/unit/test_access.py -->\n", "<!-- end of roles -->\n"

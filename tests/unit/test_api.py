@@ -313,7 +313,8 @@ async def test_streams_hold_what_the_document_says(server: Server):
     assert events_told
     assert [c for record in events_told for c in complaints(schemas["Decision"], record)] == []
     reply = await server.reply("GET", f"/v1/jobs/{JOB}/journal")
-    lines = [json.loads(line) async for line in reply.parts]
+    parts = [part async for part in reply.parts]
+    lines = [json.loads(line) for line in b"".join(parts).splitlines()]
     assert lines
     assert [c for line in lines for c in complaints(schemas["Link"], line)] == []
 

@@ -12,14 +12,17 @@ import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from keepstep import codec, tls
-from keepstep.model import NodeId
+from keepstep.errors import Permanent, Transient
+from keepstep.model import JobId, NodeId
 from keepstep.orchestrator.http import BadRequest, Request
 from keepstep.orchestrator.journal import Link
 from keepstep.orchestrator.routes import Route
-from keepstep.orchestrator.state import Cluster
+from keepstep.orchestrator.state import Cluster, Job, NodeState, natural
 from keepstep.orchestrator.tokens import CLUSTER, MAY, Caller, Role, Tokens
 
 ANOTHER = "another project's"
@@ -30,8 +33,14 @@ _WORD = re.compile(r"[A-Za-z0-9._-]+")
 _VOCABULARY = frozenset({"kind", "sign", "phase", "state", "severity", "outcome", "node", "source"})
 """Fields whose single words are ours, or the operators': a job that is called like one of them
 hides nothing of others' journals."""
+EVENTS, EXPORT = "text/event-stream", "application/jsonl"
+"""Answers that last: what their routes say of them."""
+EXPORTS_MAX = 64
+"""At once: each reads pages of the journal on the loop that decides."""
 STREAMS_PART = 4
-"""One caller follows with this part of all streams of events at most: others want to listen too."""
+"""One caller has this part of all streams of a kind at most: others want to listen too."""
+COST_SHARE_MAX = 0.25
+"""Of the loop's time, what one caller's questions may take."""
 AGAIN_SECONDS = 1.0
 """Between two looks at whether a listener's token is still good."""
 CALLERS_MAX = 4096
@@ -47,31 +56,29 @@ class Gate:
         *,
         requests_per_second_max: float = 2000.0,
         event_streams_max: int = 4096,
+        exports_max: int = EXPORTS_MAX,
         problem: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._tokens = tokens
         self._rates = Rates(requests_per_second_max)
         self._problem = problem
-        self._streams_max = event_streams_max
-        self._streams: Counter[str] = Counter()
+        self.streams = {EVENTS: Places(event_streams_max), EXPORT: Places(exports_max)}
 
     async def counted(
-        self, told: AsyncIterator[bytes], request: Request, caller: Caller
+        self, told: AsyncIterator[bytes], kind: str, request: Request, caller: Caller
     ) -> AsyncIterator[bytes]:
-        """A stream of events, which counts for as long as somebody listens, and ends with the
-        token that it was asked with."""
-        self._streams[caller.name] += 1
+        """A stream of events or an export, which counts for as long as somebody listens, and ends
+        with the token that it was asked with."""
         looked_at = time.monotonic()
-        try:
+        with self.streams[kind].taken(caller):
             async for part in told:
                 if time.monotonic() >= looked_at + AGAIN_SECONDS:
                     looked_at = time.monotonic()
                     if self.caller(request) != caller:
+                        if kind == EXPORT:  # Half of one must not look whole.
+                            raise Permanent("the token of an export was taken back")
                         return
                 yield part
-        finally:
-            self._streams[caller.name] -= 1
-            self._streams += Counter()  # Without those that have none left.
 
     def caller(self, request: Request) -> Caller | None:
         """Whose token the request carries; None: nobody's."""
@@ -85,23 +92,52 @@ class Gate:
         if found is None or not operator or operator == found.name:
             return found
         # Both are in the record: whose token it was, and who used it.
-        return Caller(f"{found.name}/{operator}", found.role, found.project)
+        return replace(found, name=f"{found.name}/{operator}")
 
     def check(self, route: Route, caller: Caller) -> None:
         """Raises BadRequest if this caller may not have this route, or not now."""
-        if route.answer == "text/event-stream" and self._too_many(caller):
-            raise BadRequest(429, "too many clients follow the events", "close some, or wait")
+        lasting = self.streams.get(route.answer)
+        if lasting is not None and lasting.full(caller):
+            what = "clients follow the events" if route.answer == EVENTS else "exports at once"
+            raise BadRequest(429, f"too many {what}", "close some, or wait")
         if why := refusal(route, caller):
             raise BadRequest(403, why, "ask with a token of another role; see docs/security.md")
         if not self._rates.allow(caller.name, time.monotonic()):
-            raise BadRequest(429, f"too many requests of {caller.name}", "wait a second")
+            raise BadRequest(429, f"too many or too large requests of {caller.name}", "wait")
 
-    def _too_many(self, caller: Caller) -> bool:
-        if self._streams.total() >= self._streams_max:
-            return True
+    def charge(self, caller: Caller, seconds: float) -> None:
+        """An answer took so much of the loop's time: fewer requests are left to this caller."""
         # Whoever has the cluster's own token runs it, and all the launchers may have that one.
-        part = -(-self._streams_max // STREAMS_PART)
-        return caller.name != CLUSTER and self._streams[caller.name] >= part
+        if caller.name not in (CLUSTER, ""):
+            self._rates.charge(caller.name, seconds / COST_SHARE_MAX, time.monotonic())
+
+
+class Places:
+    """How many streams of one kind are open: in all, and of each caller."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.open: Counter[str] = Counter()
+
+    def full(self, caller: Caller) -> bool:
+        if self.open.total() >= self._most:
+            return True
+        # As above: one name, and many launchers.
+        part = -(-self._most // STREAMS_PART)
+        return caller.name != CLUSTER and self.open[caller.name] >= part
+
+    @contextmanager
+    def taken(self, caller: Caller) -> Iterator[None]:
+        """One more, for as long as this lasts."""
+        if self.full(caller):
+            # Many were let in at the same instant, before the first of them was counted.
+            raise Transient("too many streams at once", AGAIN_SECONDS)
+        self.open[caller.name] += 1
+        try:
+            yield
+        finally:
+            self.open[caller.name] -= 1
+            self.open += Counter()  # Without those that have none left.
 
 
 def refusal(route: Route, caller: Caller) -> str:
@@ -121,14 +157,26 @@ class Rates:
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def allow(self, caller: str, now: float) -> bool:
+        left = self._filled(caller, now)
+        allowed = left >= 1
+        self._keep(caller, left - 1 if allowed else left, now)
+        return allowed
+
+    def charge(self, caller: str, seconds: float, now: float) -> None:
+        """Take what fills in so many seconds, but for the one that was taken at first. There may be
+        less: then nothing is left for longer, as what something costs is known only afterwards."""
+        more = max(0.0, seconds * self._per_second - 1)
+        self._keep(caller, self._filled(caller, now) - more, now)
+
+    def _filled(self, caller: str, now: float) -> float:
         full = 2 * self._per_second
         left, at = self._left.pop(caller, (full, now))
-        left = min(full, left + (now - at) * self._per_second)
-        allowed = left >= 1
-        self._left[caller] = (left - 1 if allowed else left, now)
+        return min(full, left + (now - at) * self._per_second)
+
+    def _keep(self, caller: str, left: float, now: float) -> None:
+        self._left[caller] = (left, now)
         if len(self._left) > CALLERS_MAX:
             self._left.popitem(last=False)
-        return allowed
 
 
 # ---------------------------------------------------------------- what a caller sees
@@ -144,7 +192,7 @@ class Sight:
 
     def __init__(self, project: str, projects: Mapping[str, str]) -> None:
         """`projects`: each known job's."""
-        self.all = not project
+        self.project, self.all = project, not project
         self._own = frozenset(job for job, whose in projects.items() if whose == project)
         self._others = {job.strip(".-") for job, whose in projects.items() if whose != project}
 
@@ -155,9 +203,26 @@ class Sight:
         """The nodes that have something of ours; without a project, all."""
         if self.all:
             return cluster.nodes
-        nodes = cluster.nodes.values()
-        mine = (n.node for n in nodes if any(self.job(user.job) for user in n.uses.values()))
-        return frozenset(mine)
+        return frozenset(node.node for node in cluster.nodes.values() if self.at(node))
+
+    def at(self, node: NodeState) -> bool:
+        """Whether there is something of ours."""
+        return self.all or any(self.job(user.job) for user in node.uses.values())
+
+    def known_node(self, cluster: Cluster, name: str) -> NodeState:
+        """What is not ours is not there: BadRequest, with some that are."""
+        node = cluster.nodes.get(NodeId(name))
+        if node is None or not self.at(node):
+            some = ", ".join(sorted(self.places(cluster), key=natural)[:8])
+            raise BadRequest(404, f"no node is called {name[:80]}", f"there are: {some or 'none'}")
+        return node
+
+    def known_job(self, cluster: Cluster, name: str) -> Job:
+        job = cluster.jobs.get(JobId(name))
+        if job is None or not self.job(name):
+            some = ", ".join(sorted(known for known in cluster.jobs if self.job(known))[:8])
+            raise BadRequest(404, f"no job is called {name[:80]}", f"there are: {some or 'none'}")
+        return job
 
     def picture(self, plain: Mapping[str, Any]) -> dict[str, Any]:
         """A whole cluster's."""

@@ -42,8 +42,8 @@ A new path is one entry of ROUTES, at the end of this file; `make openapi` write
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable
 
 from keepstep import codec, wire
 from keepstep.errors import ConfigError, KeepstepError, WireError
@@ -52,7 +52,6 @@ from keepstep.model import (
     REASON_CHARS_MAX,
     TAINT_SECONDS,
     TAINT_SECONDS_MAX,
-    JobId,
     JobSpec,
     NodeId,
     Rank,
@@ -72,19 +71,21 @@ from keepstep.orchestrator import (
     view,
     watching,
 )
-from keepstep.orchestrator.access import Gate, Sight, told_to
+from keepstep.orchestrator.access import EVENTS, EXPORT, Gate, Sight, told_to
 from keepstep.orchestrator.accounts import Accounts
-from keepstep.orchestrator.exporting import exported
+from keepstep.orchestrator.exporting import exported, in_parts
 from keepstep.orchestrator.http import (
     BadRequest,
     Reply,
     Request,
+    Response,
     Streamed,
     Upgraded,
     error_response,
     json_response,
 )
 from keepstep.orchestrator.journal import Journal
+from keepstep.orchestrator.pictures import Pictures
 from keepstep.orchestrator.routes import Call, Field, Route, read_fields, served_at
 from keepstep.orchestrator.run import Log, Orchestrator
 from keepstep.orchestrator.tokens import Caller, Role
@@ -96,7 +97,7 @@ NOBODY = Caller("", Role.VIEWER)
 
 def _part(what: str) -> Callable[[Api, Call], Awaitable[Reply]]:
     async def answer(api: Api, call: Call) -> Reply:
-        return json_response({what: api._picture(call)[what]})
+        return Response(200, api._pictures.of(api._sight(call)).part(what))
 
     return answer
 
@@ -121,6 +122,7 @@ class Api:
         self._signer = signer
         self.watching = watching.Watching(orchestrator, Accounts(journal))
         self.own = own.Own(orchestrator, journal)
+        self._pictures = Pictures(orchestrator)
 
     async def handle(self, request: Request) -> Reply:
         served = served_at(ROUTES, request.path)
@@ -143,6 +145,7 @@ class Api:
         return await self._serve(route, Call(request, names, {}, caller or NOBODY))
 
     async def _serve(self, route: Route, call: Call) -> Reply:
+        began = time.thread_time()
         try:
             if route.fields:
                 call = dataclasses.replace(call, body=read_fields(call.request, route.fields))
@@ -154,6 +157,10 @@ class Api:
             raise
         except KeepstepError as error:
             raise BadRequest(503, told_to(call.caller, error), "ask who leads now") from error
+        finally:
+            # What waits for a decision is not measured: others are served meanwhile.
+            if route.method == "GET" or call.body.get("dry_run"):
+                self._gate.charge(call.caller, time.thread_time() - began)
 
     def _sight(self, call: Call) -> Sight:
         """What this caller may see, of the jobs that there are now."""
@@ -168,64 +175,56 @@ class Api:
         return json_response(openapi.document(ROUTES))
 
     async def _cluster(self, call: Call) -> Reply:
-        return json_response(self._picture(call))
+        return Response(200, self._pictures.of(self._sight(call)).whole)
 
     # Parts of the same picture, each with a path of its own.
     _jobs, _nodes, _incidents = _part("jobs"), _part("nodes"), _part("incidents")
     _taints, _loans = _part("taints"), _part("loans")
 
-    def _picture(self, call: Call) -> dict[str, Any]:
-        return self._sight(call).picture(self._orchestrator.picture())
-
     async def _job(self, call: Call) -> Reply:
         # The launcher's own question: not the whole cluster's work.
         job = self._known_job(call.names["job"], call)
-        plain = view.job_view(self._orchestrator.cluster, job, self._orchestrator.now())
-        return json_response(self._sight(call).cleaned(plain))
+        return Response(200, self._pictures.job(self._sight(call), job))
 
     async def _policy(self, call: Call) -> Reply:
         job = self._known_job(call.names["job"], call).spec.job
         asked = tuple(filter(None, call.request.query.get("fault", "").split(",")))
-        now, cluster = self._orchestrator.now(), self._orchestrator.cluster
+        cluster, sight = self._orchestrator.cluster, self._sight(call)
+        seen = sight.places(cluster)
         try:
-            sight = self._sight(call)
-            plain = forecast.policy_view(cluster, job, asked, now, sight.places(cluster))
-            return json_response(sight.cleaned(plain))
+            plain = forecast.policy_view(cluster, job, asked, self._orchestrator.now(), seen)
         except ConfigError as error:
             raise BadRequest(400, str(error), forecast.KINDS) from error
+        return json_response(sight.cleaned(plain))
 
     async def _node(self, call: Call) -> Reply:
         node = self._known_node(call.names["node"], call)
-        return json_response(
-            self._sight(call).node(view.node_view(self._orchestrator.cluster, node))
-        )
+        plain = view.node_view(self._orchestrator.cluster, node)
+        return json_response(self._sight(call).node(plain))
 
     async def _incident(self, call: Call) -> Reply:
-        name = call.names["incident"]
-        known = self._picture(call)["incidents"]
+        name, sight = call.names["incident"], self._sight(call)
+        known = [one for one in view.incidents(self._orchestrator.cluster) if sight.job(one.job)]
         for record in known:
-            if record["id"] == name:
-                return json_response(record)
-        newest = ", ".join(str(record["id"]) for record in known[-8:])
+            if record.incident == name:
+                return json_response(sight.cleaned(view.incident_view(record)))
+        newest = ", ".join(record.incident for record in known[-8:])
         fix = f"the newest are: {newest}" if newest else "there are none"
         raise BadRequest(404, f"no incident is called {name[:80]}", fix)
 
     async def _export(self, call: Call) -> Reply:
-        self._known_job(call.names["job"], call)
-        return Streamed(self._chain(call.names["job"], call), "application/jsonl")
-
-    async def _chain(self, job: str, call: Call) -> AsyncIterator[bytes]:
-        links = self._sight(call).links(job, self._journal.export(job), call.caller.project)
-        for line in exported(links, job, self._signer):
-            yield line.encode()
+        job, sight = self._known_job(call.names["job"], call).spec.job, self._sight(call)
+        if self._orchestrator.keeping()["away"]:
+            # Each try would hold up the loop.
+            raise BadRequest(503, "the journal is away", "ask again when it is back")
+        links = sight.links(job, self._journal.export(job), call.caller.project)
+        lines = in_parts(exported(links, job, self._signer))
+        return Streamed(self._gate.counted(lines, EXPORT, call.request, call.caller), EXPORT)
 
     async def _events(self, call: Call) -> Reply:
         last = call.request.headers.get("last-event-id") or call.request.query.get("after", "")
-        told = telling.events(self._orchestrator, last, lambda record: self._seen(record, call))
-        return Streamed(self._gate.counted(told, call.request, call.caller), "text/event-stream")
-
-    def _seen(self, record: dict[str, Any], call: Call) -> dict[str, Any] | None:
-        return self._sight(call).record(record)
+        told = telling.events(self._orchestrator, last, lambda r: self._sight(call).record(r))
+        return Streamed(self._gate.counted(told, EVENTS, call.request, call.caller), EVENTS)
 
     # ---------------------------------------------------------------- jobs
 
@@ -333,19 +332,10 @@ class Api:
         return json_response(self._sight(call).cleaned(plain))
 
     def _known_node(self, name: str, call: Call) -> state.NodeState:
-        nodes, sight = self._orchestrator.cluster.nodes, self._sight(call)
-        known = nodes if sight.all else self._picture(call)["nodes"]
-        if NodeId(name) not in known:
-            some = ", ".join(sorted(known, key=state.natural)[:8])
-            raise BadRequest(404, f"no node is called {name[:80]}", f"there are: {some or 'none'}")
-        return nodes[NodeId(name)]
+        return self._sight(call).known_node(self._orchestrator.cluster, name)
 
     def _known_job(self, name: str, call: Call) -> state.Job:
-        jobs, sight = self._orchestrator.cluster.jobs, self._sight(call)
-        if JobId(name) not in jobs or not sight.job(name):
-            some = ", ".join(sorted(job for job in jobs if sight.job(job))[:8])
-            raise BadRequest(404, f"no job is called {name[:80]}", f"there are: {some or 'none'}")
-        return jobs[JobId(name)]
+        return self._sight(call).known_job(self._orchestrator.cluster, name)
 
 
 # ---------------------------------------------------------------- the table
@@ -376,7 +366,7 @@ ROUTES: tuple[Route, ...] = (
         "/v1/events",
         Api._events,
         "Each decision and its reason, as they happen",
-        "text/event-stream",
+        EVENTS,
         query={"after": "Go on after the decision with this seq; without it, from now on"},
         headers={"Last-Event-ID": "The same, as browsers send it"},
         role=VIEWER,
@@ -398,7 +388,7 @@ ROUTES: tuple[Route, ...] = (
         "/v1/jobs/{job}/journal",
         Api._export,
         "The job's hash chain, one link per line",
-        "application/jsonl",
+        EXPORT,
         role=VIEWER,
     ),
     Route(

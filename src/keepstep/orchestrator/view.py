@@ -29,9 +29,6 @@ def describe(
 ) -> dict[str, Any]:
     """Everything: jobs and nodes by name, incidents oldest first (open ones last)."""
     pulses = shown.pulses_by_job(heartbeats)
-    open_incidents = [
-        job.incident for _, job in sorted(cluster.jobs.items()) if job.incident is not None
-    ]
     return {
         "term": cluster.term,
         "frozen": {"why": cluster.frozen, "since": cluster.frozen_at} if cluster.frozen else None,
@@ -47,7 +44,7 @@ def describe(
             node: node_view(cluster, cluster.nodes[node])
             for node in sorted(cluster.nodes, key=natural)
         },
-        "incidents": [incident_view(i) for i in (*cluster.closed, *open_incidents)],
+        "incidents": [incident_view(i) for i in incidents(cluster)],
         "taints": [
             {"place": place, **codec.to_plain(taint)}
             for place, taints in sorted(cluster.taints.items())
@@ -60,6 +57,12 @@ def describe(
             "gaps": [codec.to_plain(gap) for gap in cluster.gaps],
         },
     }
+
+
+def incidents(cluster: Cluster) -> list[Incident]:
+    """Oldest first, open ones last."""
+    jobs = (job for _, job in sorted(cluster.jobs.items()))
+    return [*cluster.closed, *(job.incident for job in jobs if job.incident is not None)]
 
 
 def _open_loans(cluster: Cluster) -> list[Loan]:
