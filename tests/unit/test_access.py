@@ -18,16 +18,18 @@ from keepstep import codec, wire
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig
 from keepstep.model import Generation, JobId, JobSpec, NodeId, Phase, Policy, Rank, Severity, Sign
-from keepstep.orchestrator import access, admission, events, forecast
+from keepstep.orchestrator import access, admission, brain, events, forecast, state
 from keepstep.orchestrator.access import EVENTS, WITHHELD, Gate, Sight, refusal
 from keepstep.orchestrator.api import ROUTES, Api
 from keepstep.orchestrator.http import BadRequest, Request, Response, Streamed
 from keepstep.orchestrator.journal import Link
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
+from keepstep.orchestrator.remedies import ADD
 from keepstep.orchestrator.routes import Call, Route
 from keepstep.orchestrator.run import Orchestrator
 from keepstep.orchestrator.stepped import Waiting
 from keepstep.orchestrator.tokens import Caller, Role, Tokens, new
+from keepstep.orchestrator.turn import Note
 
 OWN = "the-clusters-own-token"
 SECRET = "zebra"
@@ -430,6 +432,25 @@ def test_a_chain_withholds_who_had_the_name_before_and_what_tells_of_others():
 def test_a_sentence_that_names_another_projects_job_is_withheld_whole(text: str, withheld: bool):
     sight = Sight("a", {"b": "b", "a.b": "a", "b-2": "a"})
     assert sight.cleaned({"x": [text]})["x"] == [WITHHELD if withheld else text]
+
+
+def test_a_decision_tells_a_project_what_becomes_of_its_own_jobs():
+    notes = (Note("rank 1 moves", JobId("j")), Note("rank 9 moves", JobId("x")), Note("frozen"))
+    decision = brain.Decision(state.new_cluster("s"), (), (), notes, "all of it", True)
+    assert Sight("a", {"j": "a", "x": "b"}).told(decision) == ["rank 1 moves", "frozen"]
+    assert Sight("", {}).told(decision) == ["rank 1 moves", "rank 9 moves", "frozen"]
+
+
+def test_what_would_help_is_told_to_owners_as_far_as_they_can_do_it():
+    help_ = "no room; what would help: keepstep undrain n9: 2 free slots (x); or add a node"
+    told = ["keepstep undrain n9: 2 free slots (x)", "keepstep stop --save j: 2 slots", ADD]
+    plain = {"remedies": [*told, "keepstep stop --save x: 2 slots"], "why": help_}
+    for others in ({"x": "b"}, {}):
+        shown = Sight("a", {"j": "a", **others}).cleaned(plain)
+        assert shown["why"] == "no room; what would help: whoever runs the cluster can make room"
+        assert shown["remedies"][:2] == told[1:]
+        assert len(shown["remedies"]) == (2 if others else 3)
+    assert Sight("", {}).cleaned(plain) == plain
 
 
 def test_a_job_called_like_a_word_of_the_journal_hides_nothing_of_others():

@@ -11,7 +11,8 @@ from keepstep import wire
 from keepstep.cli import policy_view
 from keepstep.errors import ConfigError
 from keepstep.model import JobId, JobSpec, Mode, NodeId, Phase, Policy
-from keepstep.orchestrator import brain, events, forecast, state
+from keepstep.orchestrator import brain, events, forecast, remedies, state
+from keepstep.orchestrator.access import WITHHELD, Sight
 
 JOB = JobId("train")
 
@@ -135,6 +136,7 @@ def test_an_observed_job_and_a_frozen_cluster_are_played_as_if_they_were_not():
         ("rank:6", "its ranks are 0 to 5"),
         ("rank:x", "its ranks are 0 to 5"),
         ("rank:-1", "its ranks are 0 to 5"),
+        ("rank:" + "1" * 5000, "its ranks are 0 to 5"),
         ("node:n9", "there are: n0, n1"),
         ("domain:d9", "there are: d0, d1"),
         ("domain:", "there are: d0, d1"),
@@ -144,6 +146,40 @@ def test_an_observed_job_and_a_frozen_cluster_are_played_as_if_they_were_not():
 def test_a_fault_that_cannot_be_is_refused_with_those_that_can(fault: str, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
         looked_at(running(), fault)
+
+
+def shared() -> state.Cluster:
+    """Two projects' jobs on the same two nodes; nothing else is free but a drained node."""
+    cluster = state.new_cluster("test")
+    for node in ("n0", "n1", "n2"):
+        brain.step(cluster, wire.Hello(NodeId(node), node, 2, 1, 2, "b"), 0.0)
+    brain.step(cluster, events.DrainAsked(NodeId("n2"), "patches"), 0.0)
+    for name, project, priority in (("mine", "a", 5), ("other", "b", 0)):
+        spec = JobSpec(JobId(name), "t.py", nodes=2, priority=priority, project=project)
+        brain.step(cluster, events.Submitted(spec), 0.0)
+        job = cluster.jobs[JobId(name)]
+        assert job.roster is not None
+        for seat in job.roster.seats:
+            done = (wire.SeatReport(seat.rank, 1, True, step=1),)
+            told = wire.PhaseReport(seat.node, spec.job, job.generation, Phase.RESUME, done)
+            brain.step(cluster, told, 1.0)
+    return cluster
+
+
+@pytest.mark.parametrize("fault", ["node:n1", "drain:n1"])
+def test_a_forecast_tells_a_project_of_its_own_jobs_only(fault: str):
+    cluster = shared()
+    sight = Sight("a", {"mine": "a", "other": "b"})
+    seen = forecast.Seen(sight.places(cluster), sight.job)
+    (whole,) = forecast.policy_view(cluster, JobId("mine"), (fault,), 5.0)["forecasts"]
+    (mine,) = forecast.policy_view(cluster, JobId("mine"), (fault,), 5.0, seen)["forecasts"]
+    told = sight.cleaned(mine)
+    assert set(mine["says"]) < set(whole["says"]), "the other job would have its share of it"
+    assert told["says"]
+    assert WITHHELD not in told["says"], "of ours all is told, but for the remedies"
+    assert any("n2" in text for text in (*whole["remedies"], *whole["says"]))
+    assert not any("n2" in text for text in (*told["remedies"], *told["says"]))
+    assert told["remedies"] == [remedies.ADD]
 
 
 def test_nothing_happens_to_a_job_that_is_over():

@@ -19,6 +19,8 @@ from typing import Any
 from keepstep import codec, tls
 from keepstep.errors import Permanent, Transient
 from keepstep.model import JobId, NodeId
+from keepstep.orchestrator import remedies
+from keepstep.orchestrator.brain import Decision
 from keepstep.orchestrator.http import BadRequest, Request
 from keepstep.orchestrator.journal import Link
 from keepstep.orchestrator.routes import Route
@@ -224,6 +226,12 @@ class Sight:
             raise BadRequest(404, f"no job is called {name[:80]}", f"there are: {some or 'none'}")
         return job
 
+    def told(self, decision: Decision) -> list[str]:
+        """What a decision says of our jobs, and of none in particular."""
+        notes = [n.why for n in decision.notes if not n.job or self.job(n.job)]
+        said = notes if decision.notes else [decision.why]
+        return [str(self.cleaned(why)) for why in said]
+
     def picture(self, plain: Mapping[str, Any]) -> dict[str, Any]:
         """A whole cluster's."""
         if self.all:
@@ -288,16 +296,20 @@ class Sight:
 
     def cleaned(self, plain: Any) -> Any:
         """Without what names another project's job: a sentence that does is withheld."""
-        if self.all or not self._others:
+        if self.all:
             return plain
         if isinstance(plain, str):
             # Words by themselves are kinds, states and places; names of jobs are left out by key.
-            return WITHHELD if " " in plain and self._names(plain) else plain
+            shown = remedies.told_to_owners(plain)
+            return WITHHELD if " " in plain and self._names(shown) else shown
         if isinstance(plain, Mapping):
-            shown = {key: self.cleaned(value) for key, value in plain.items()}
-            if shown.get("loan"):
-                shown["loan"] = self._loan(shown["loan"])
-            return shown
+            inner = {key: self.cleaned(value) for key, value in plain.items()}
+            if inner.get("loan"):
+                inner["loan"] = self._loan(inner["loan"])
+            if inner.get("remedies"):
+                # The others tell which nodes there are, and how full: not theirs to know.
+                inner["remedies"] = remedies.of_owners(inner["remedies"])
+            return inner
         if isinstance(plain, list | tuple):
             return [self.cleaned(item) for item in plain]
         return plain

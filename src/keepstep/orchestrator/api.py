@@ -190,7 +190,7 @@ class Api:
         job = self._known_job(call.names["job"], call).spec.job
         asked = tuple(filter(None, call.request.query.get("fault", "").split(",")))
         cluster, sight = self._orchestrator.cluster, self._sight(call)
-        seen = sight.places(cluster)
+        seen = None if sight.all else forecast.Seen(sight.places(cluster), sight.job)
         try:
             plain = forecast.policy_view(cluster, job, asked, self._orchestrator.now(), seen)
         except ConfigError as error:
@@ -242,8 +242,8 @@ class Api:
         known = self._orchestrator.cluster.jobs.get(spec.job)
         spec = admission.owned(spec, call.caller, known)
         decision = await self._decide(events.Submitted(spec), call)
-        plain = {"job": spec.job, "why": decision.why, "new": decision.changed}
-        return json_response(self._sight(call).cleaned(plain))
+        why = "; ".join(self._sight(call).told(decision))
+        return json_response({"job": spec.job, "why": why, "new": decision.changed})
 
     async def _stop(self, call: Call) -> Reply:
         job = self._known_job(call.names["job"], call).spec.job
@@ -251,7 +251,7 @@ class Api:
         save, rewind = (call.body.get(name, False) for name in ("save", "rewind"))
         event = events.StopAsked(job, why[:REASON_CHARS_MAX], save=save, rewind=rewind)
         decision = await self._decide(event, call)
-        return json_response(self._sight(call).cleaned({"job": job, "why": decision.why}))
+        return json_response({"job": job, "why": "; ".join(self._sight(call).told(decision))})
 
     async def _migrate(self, call: Call) -> Reply:
         job, body = self._known_job(call.names["job"], call), call.body
@@ -327,9 +327,8 @@ class Api:
         """Do it, or with `dry_run` only say what would be done."""
         dry = call.body.get("dry_run", False)
         decision = self._orchestrator.consider(event) if dry else await self._decide(event, call)
-        told = [note.why for note in decision.notes] or [decision.why]
-        plain = {"changed": decision.changed, "dry_run": dry, "why": told}
-        return json_response(self._sight(call).cleaned(plain))
+        told = self._sight(call).told(decision)
+        return json_response({"changed": decision.changed, "dry_run": dry, "why": told})
 
     def _known_node(self, name: str, call: Call) -> state.NodeState:
         return self._sight(call).known_node(self._orchestrator.cluster, name)

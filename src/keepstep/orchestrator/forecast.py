@@ -10,8 +10,8 @@ are played as if they were not; the answer says so.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keepstep import codec
@@ -23,11 +23,25 @@ from keepstep.orchestrator.events import DrainAsked
 from keepstep.orchestrator.incidents import died
 from keepstep.orchestrator.remedies import remedies
 from keepstep.orchestrator.state import Cause, Cluster, Job, natural, slot_key
-from keepstep.orchestrator.turn import Turn
+from keepstep.orchestrator.turn import Note, Turn
 
 FAULTS_MAX = 8
 """In one question: each is played on a copy of the whole cluster."""
 KINDS = "give rank:2, node:n3, domain:NAME or drain:n3"
+RANK_CHARS_MAX = 9
+"""More digits are no rank's, and thousands of them are more than int() reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What whoever asks may know of."""
+
+    nodes: Collection[NodeId]
+    job: Callable[[str], bool]
+
+    def note(self, note: Note) -> bool:
+        """One of no job may tell of a node, and with it of all who are there."""
+        return bool(note.job) and self.job(note.job)
 
 
 def policy_view(
@@ -35,11 +49,11 @@ def policy_view(
     name: JobId,
     faults: tuple[str, ...],
     now: float,
-    seen: Collection[NodeId] | None = None,
+    seen: Seen | None = None,
 ) -> Any:
     """A job's policy, its present budgets, and what each of these faults would lead to.
 
-    `seen` are the nodes that whoever asks may know of; None: all.
+    `seen` is what whoever asks may know of; None: everything.
 
     Raises ConfigError for a fault that cannot be: it says which can.
     """
@@ -72,7 +86,7 @@ def _usual_faults(job: Job) -> tuple[str, ...]:
 
 
 def forecast(
-    cluster: Cluster, name: JobId, text: str, now: float, seen: Collection[NodeId] | None = None
+    cluster: Cluster, name: JobId, text: str, now: float, seen: Seen | None = None
 ) -> dict[str, Any]:
     """What one fault would lead to."""
     before = cluster.jobs[name]
@@ -83,21 +97,21 @@ def forecast(
     copy.frozen = ""
     job = copy.jobs[name]
     job.spec = replace(job.spec, policy=replace(job.spec.policy, mode=Mode.ACT))
-    said = _play(copy, job, text, now, copy.nodes if seen is None else seen)
-    said += _borrow(copy, job, now)
+    notes = _play(copy, job, text, now, copy.nodes if seen is None else seen.nodes)
+    notes += _borrow(copy, job, now)
     gone = sorted(job.migration.gone) if job.migration else []
     waits = [leave.waits for leave in job.leaving.values() if leave.waits]
     return {
         "fault": text,
         "outcome": _outcome(job, bool(waits)),
-        "says": said,
+        "says": [note.why for note in notes if seen is None or seen.note(note)],
         "moves": _moves(cluster, before, job),
         "without_spare": gone,
         "remedies": remedies(copy, job, now) if gone or waits else [],
     }
 
 
-def _play(copy: Cluster, job: Job, text: str, now: float, seen: Collection[NodeId]) -> list[str]:
+def _play(copy: Cluster, job: Job, text: str, now: float, seen: Collection[NodeId]) -> list[Note]:
     kind, _, what = text.partition(":")
     match kind:
         case "rank":
@@ -105,40 +119,38 @@ def _play(copy: Cluster, job: Job, text: str, now: float, seen: Collection[NodeI
         case "node":
             return _lose(copy, [_known_node(seen, what)], now)
         case "domain":
-            lost = _known_domain(copy, what, seen)
-            said = _lose(copy, lost, now)
-            unseen = tuple(f"node {node} " for node in lost if node not in seen)
-            return [why for why in said if not why.startswith(unseen)]
+            return _lose(copy, _known_domain(copy, what, seen), now)
         case "drain":
             asked = DrainAsked(_known_node(seen, what), "a drain")
-            return [note.why for note in brain.step(copy, asked, now).notes]
+            return list(brain.step(copy, asked, now).notes)
         case _:
-            raise ConfigError(f"{text!r} is no fault; {KINDS}")
+            raise ConfigError(f"{text[:80]!r} is no fault; {KINDS}")
 
 
-def _borrow(copy: Cluster, job: Job, now: float) -> list[str]:
+def _borrow(copy: Cluster, job: Job, now: float) -> list[Note]:
     """Which jobs of lower priority would give way, if there is no spare."""
     turn = Turn(copy, now)
     lending.seek(turn, job)
-    return [note.why for note in turn.notes if note.job != job.spec.job]
+    return [note for note in turn.notes if note.job != job.spec.job]
 
 
-def _kill(copy: Cluster, job: Job, what: str, now: float) -> list[str]:
+def _kill(copy: Cluster, job: Job, what: str, now: float) -> list[Note]:
     assert job.roster is not None
     last = len(job.roster.seats) - 1
-    if not (what.isascii() and what.isdigit()) or int(what) > last:
-        raise ConfigError(f"{job.spec.job} has no rank {what!r}; its ranks are 0 to {last}")
+    number = what.isascii() and what.isdigit() and len(what) <= RANK_CHARS_MAX
+    if not number or int(what) > last:
+        raise ConfigError(f"{job.spec.job} has no rank {what[:80]!r}; its ranks are 0 to {last}")
     seat = job.roster.seats[int(what)]
     cause = Cause(Sign.EXIT, seat.rank, seat.node, seat.incarnation, job.step, -9)
     turn = Turn(copy, now)
     observe.fault(turn, job, died(cause))
-    return [note.why for note in turn.notes]
+    return turn.notes
 
 
 def _known_node(seen: Collection[NodeId], name: str) -> NodeId:
     if NodeId(name) not in seen:
         listed = ", ".join(sorted(seen, key=natural)[:8])
-        raise ConfigError(f"no node is called {name!r}; there are: {listed}")
+        raise ConfigError(f"no node is called {name[:80]!r}; there are: {listed}")
     return NodeId(name)
 
 
@@ -148,13 +160,13 @@ def _known_domain(copy: Cluster, name: str, seen: Collection[NodeId]) -> list[No
     if not name or not any(node in seen for node in found):
         listed = ", ".join(sorted({there[node] for node in seen} - {""})[:8])
         raise ConfigError(
-            f"no node is in a domain {name!r}; there are: "
+            f"no node is in a domain {name[:80]!r}; there are: "
             + (listed or f"none, as no agent has a label {placing.DOMAIN}")
         )
     return found
 
 
-def _lose(copy: Cluster, lost: list[NodeId], now: float) -> list[str]:
+def _lose(copy: Cluster, lost: list[NodeId], now: float) -> list[Note]:
     """All at once: none of them is a spare for another."""
     turn = Turn(copy, now)
     for node in lost:
@@ -162,7 +174,7 @@ def _lose(copy: Cluster, lost: list[NodeId], now: float) -> list[str]:
     for node in sorted(lost, key=natural):
         if copy.nodes[node].alive:
             nodes.lose(turn, node, "supposed")
-    return [note.why for note in turn.notes]
+    return turn.notes
 
 
 def _outcome(job: Job, waits: bool) -> str:

@@ -17,6 +17,8 @@ REMEDIES_MAX = 6
 NODES_LOOKED_AT_MAX = 64
 """Nodes with a free slot that a policy may keep a job from using: one of them is enough."""
 ADD = "add a node: `keepstep join` on another machine"
+_STOP = "keepstep stop --save"
+_HELP = "what would help: "
 
 
 def remedies(cluster: Cluster, job: Job, now: float) -> list[str]:
@@ -41,9 +43,20 @@ def remedies(cluster: Cluster, job: Job, now: float) -> list[str]:
     return [*found[: REMEDIES_MAX - 1], ADD]
 
 
+def of_owners(found: Sequence[str]) -> list[str]:
+    """Of these, what the owners of jobs can do themselves, who touch nothing that all share."""
+    return [text for text in found if text.startswith(_STOP) or text == ADD]
+
+
+def told_to_owners(text: str) -> str:
+    """A sentence of ours without the remedies in it: they name others' nodes and jobs."""
+    before, found, _ = text.partition(_HELP)
+    return f"{before}{found}whoever runs the cluster can make room" if found else text
+
+
 def sentence(cluster: Cluster, job: Job, now: float) -> str:
     """The same in one line, for the story of an incident."""
-    return f"what would help: {'; or '.join(remedies(cluster, job, now))}"
+    return f"{_HELP}{'; or '.join(remedies(cluster, job, now))}"
 
 
 def needed(cluster: Cluster, job: Job, now: float) -> list[str]:
@@ -137,7 +150,6 @@ def _lower_jobs(cluster: Cluster, job: Job) -> list[str]:
         if other.spec.priority < job.spec.priority and other.roster is not None
     ]
     return [
-        f"keepstep stop --save {other.spec.job}: {_slots(other.spec.world_size)}, priority "
-        f"{other.spec.priority}"
+        f"{_STOP} {other.spec.job}: {_slots(other.spec.world_size)}, priority {other.spec.priority}"
         for other in sorted(lower, key=lambda o: (o.spec.priority, o.spec.job))
     ]
