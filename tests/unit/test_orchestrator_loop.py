@@ -375,6 +375,41 @@ def test_a_step_that_fails_for_ever_ends_the_process(scene: Scene, monkeypatch: 
         scene.feed(*[events.Tick()] * 1000)
 
 
+@pytest.mark.parametrize("part", ["_judge_silence", "_send_away_if_cut_off", "_until_written"])
+def test_whichever_task_of_a_leader_fails_ends_it_with_its_error(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, part: str
+):
+    """Else it would decide, and keep its lease, and judge nobody's silence ever again."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("a bug of ours")
+
+    async def lead() -> None:
+        async with asyncio.timeout(10):
+            await scene.loop.run()
+
+    monkeypatch.setattr(scene.loop, part, fail)
+    with pytest.raises(KeyError, match="a bug of ours"):
+        asyncio.run(lead())
+    assert "leader.failed" in scene.logged
+    assert scene.stream.dropped == "the orchestrator is leaving"
+
+
+def test_a_leader_that_is_told_to_leave_leaves_no_task_behind(scene: Scene):
+    async def lead() -> None:
+        running = asyncio.create_task(scene.loop.run())
+        await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(lead())
+    assert "leader.failed" not in scene.logged
+
+
 def test_a_deposed_leader_sends_nothing(scene: Scene, tmp_path: Path):
     scene.feed(HELLO)
     scene.happened.clear()

@@ -68,6 +68,7 @@ from keepstep.orchestrator.stepped import (
 )
 from keepstep.orchestrator.stepping_down import hears_nobody, heeds, why_not_term
 from keepstep.orchestrator.streams import NEWS, AgentStream, Allowances, addressed, listen, refuse
+from keepstep.orchestrator.together import until_one_ends
 
 REREADS_MAX = 100
 """Steps that may fail in one term, each answered by reading the journal again, before we leave."""
@@ -126,13 +127,10 @@ class Orchestrator:
     # ---------------------------------------------------------------- the life of a leader
 
     async def run(self) -> None:
-        """Lead until cancelled, or until deposed (which raises)."""
-        beats = [asyncio.create_task(self._beat()), asyncio.create_task(self._pulse())]
+        """Lead until cancelled, or until deposed or broken (which raises)."""
         try:
-            await self._work()
+            await until_one_ends(self._log, self._work(), self._beat(), self._pulse())
         finally:
-            for task in beats:
-                task.cancel()
             for stream in tuple(self._streams.values()):
                 stream.drop("the orchestrator is leaving")
 
