@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from keepstep import belonging, wire
 from keepstep.agent.run import Agent, AgentConfig
 from keepstep.model import (
@@ -95,6 +97,28 @@ def _pulses_and_orders(agent: Agent) -> None:
     assert (agent.room.term, agent.room.seq) == (5, 40)
     assert not agent._current(Term(4), "order", 200)
     assert agent.room.seq == 40
+
+
+def test_what_a_full_room_could_not_keep_was_not_obeyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the next order of the same entry passes, and a restarted agent knows of neither."""
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    leader = Endpoint("127.0.0.1", 1)
+    agent = Agent(AgentConfig(NodeId("n0"), 1, (leader,), "127.0.0.1", tmp_path / "room"))
+    agent.room.open()
+    with agent.room._lock:
+        assert agent._current(Term(3), "order", 100)
+        with monkeypatch.context() as no_space:
+            no_space.setattr(agent.room, "save", full)
+            for _ in range(2):
+                with pytest.raises(OSError, match="No space left"):
+                    agent._current(Term(4), "order", 101)
+        assert (agent.room.term, agent.room.seq) == (3, 100)
+        assert agent._current(Term(4), "order", 101)
 
 
 def test_a_failover_after_which_only_pulses_came_hides_no_gap_and_makes_none_up():

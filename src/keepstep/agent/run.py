@@ -266,8 +266,14 @@ class Agent:
         if term > self.room.term or (seq and seq != self.room.seq):
             # Before anything is done: a leader that does not have this entry must hear of it. One
             # that only pulses takes nothing back: its journal may be the one that lacks it.
+            before = self.room.term, self.room.seq
             self.room.term, self.room.seq = term, seq or self.room.seq
-            self.room.save()
+            try:
+                self.room.save()
+            except OSError:
+                # A room that is full: the next order of this entry must not pass unwritten.
+                self.room.term, self.room.seq = before
+                raise
         return True
 
     def _refuse(self, refused: wire.Refused) -> None:
