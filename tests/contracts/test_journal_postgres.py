@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from keepstep.orchestrator import (
     stepped,
 )
 from keepstep.orchestrator.__main__ import EXIT_USAGE, main
+from keepstep.orchestrator.cut_off import cut_off_late
 from keepstep.orchestrator.journal import Entry, Standing, grow, verify
 from keepstep.orchestrator.journal_postgres import PostgresJournal
 from keepstep.orchestrator.journals import open_journal, refuse_password
@@ -613,6 +615,42 @@ def test_a_host_that_does_not_answer_holds_nobody_up(place: Place):
     assert again(lambda: journal.append(now.term, now.head, [entry("one")])).seq == 1
 
 
+@pytest.mark.parametrize("trouble", [OSError(24, "Too many open files"), RuntimeError("no thread")])
+@pytest.mark.parametrize("connected", [True, False])
+def test_no_file_or_thread_to_be_had_is_a_bad_moment_and_not_the_end_of_a_leader(
+    place: Place, monkeypatch: pytest.MonkeyPatch, trouble: Exception, connected: bool
+):
+    def none(*_: object) -> None:
+        raise trouble
+
+    journal = place.journal()
+    now = journal.begin_term()
+    if not connected:
+        journal._drop()
+    with monkeypatch.context() as short:
+        short.setattr(journal_postgres, "cut_off_late", none)
+        for _ in range(2):
+            with pytest.raises(Transient, match=r"Too many open files|no thread"):
+                journal.append(now.term, now.head, [entry("one")])
+    assert again(lambda: journal.append(now.term, now.head, [entry("one")])).seq == 1
+    assert place.entries() == 1
+
+
+def test_a_timer_that_cannot_be_started_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch):
+    def none(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", none)
+    ours, other = socket.socketpair()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(RuntimeError), cut_off_late(ours.fileno(), 1.0):
+            raise AssertionError("nothing is begun without a bound")
+    assert len(os.listdir("/proc/self/fd")) == before
+    ours.close()
+    other.close()
+
+
 # --- opening -------------------------------------------------------------------------------------
 
 
@@ -643,6 +681,17 @@ def test_a_newer_journal_is_refused_with_the_fix(place: Place):
     place.look("INSERT INTO keepstep.migrations VALUES (99)")
     with pytest.raises(ConfigError, match="version 99, and this Keepstep knows 3: a newer one"):
         place.journal().begin_term()
+
+
+def test_who_led_before_the_tables_were_upgraded_leads_on_after_its_connection_broke(place: Place):
+    """The middle of a rolling upgrade: followers are newer, and have added to the tables."""
+    journal = place.journal()
+    now = journal.begin_term()
+    place.look("INSERT INTO keepstep.migrations VALUES (99)")
+    sever(journal)
+    now = again(lambda: journal.append(now.term, now.head, [entry("one")]))
+    assert (now.seq, journal.look().term) == (1, now.term)
+    verify(journal)
 
 
 def test_a_failed_upgrade_leaves_the_version_that_was_there(

@@ -25,8 +25,8 @@ def cut_off_late(descriptor: int, seconds_max: float) -> Iterator[None]:
 
     timer = threading.Timer(seconds_max, cut)
     timer.daemon = True
-    timer.start()
     try:
+        timer.start()
         yield
     finally:
         timer.cancel()

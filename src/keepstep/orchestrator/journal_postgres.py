@@ -21,7 +21,7 @@ import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -321,9 +321,8 @@ class PostgresJournal:
         """A connection for one call, with a bound on it; its troubles in the house's words."""
         trouble = self._psycopg
         try:
-            connection = self._connected()
-            with cut_off_late(connection.fileno(), seconds_max):
-                yield connection
+            with ExitStack() as bound:
+                yield self._bounded(bound, seconds_max)
         except (trouble.OperationalError, trouble.InterfaceError, trouble.InternalError) as error:
             # InternalError too: after a failover the server may be one that only reads.
             self._drop()
@@ -339,6 +338,15 @@ class PostgresJournal:
             self._drop()
             raise Permanent(f"the journal's database: {_in_a_line(error)}") from error
 
+    def _bounded(self, bound: ExitStack, seconds_max: float) -> Connection:
+        try:
+            connection = self._connected()
+            bound.enter_context(cut_off_late(connection.fileno(), seconds_max))
+        except (OSError, RuntimeError) as error:
+            # No file or thread to be had is a bad moment, and not the end of a leader.
+            raise Transient(f"no call to the journal's database: {error}", RETRY_SECONDS) from error
+        return connection
+
     def _connected(self) -> Connection:
         if self._connection is not None:
             return self._connection
@@ -350,7 +358,7 @@ class PostgresJournal:
         except TimeoutError:
             # Still under way: the next call asks again.
             raise Transient("the journal's database does not answer", RETRY_SECONDS) from None
-        except (ConfigError, self._psycopg.Error):
+        except (ConfigError, self._psycopg.Error, OSError, RuntimeError):
             self._connecting = None
             raise
         self._connecting, self._connection, self._was_connected = None, connection, True
@@ -362,9 +370,11 @@ class PostgresJournal:
             with cut_off_late(connection.fileno(), CALL_SECONDS_MAX):
                 connection.execute(sql.PREPARE)
                 if migrate:
-                    journal_schema.migrate(connection)
+                    # Who was let in once goes on beside a newer one: its steps only add. It must
+                    # not end because its connection broke in the middle of a rolling upgrade.
+                    journal_schema.migrate(connection, newer_serves=self._was_connected)
                 connection.execute(sql.HURRY, (f"{LOCK_SECONDS_MAX}s",))
-        except (ConfigError, self._psycopg.Error):
+        except (ConfigError, self._psycopg.Error, OSError, RuntimeError):
             connection.close()
             raise
         return connection

@@ -58,14 +58,25 @@ LOCK = 0x6B656570_73746570
 """The advisory lock's key, "keepstep" in ASCII."""
 
 
-def migrate(connection: psycopg.Connection[Any], wanted: int = len(MIGRATIONS)) -> None:
-    """Bring the tables to the wanted version, or raise ConfigError with the reason."""
-    if _version(connection) == wanted:
+def migrate(
+    connection: psycopg.Connection[Any],
+    wanted: int = len(MIGRATIONS),
+    *,
+    newer_serves: bool = False,
+) -> None:
+    """Bring the tables to the wanted version, or raise ConfigError with the reason.
+
+    `newer_serves`: for one who used them before they were upgraded.
+    """
+    found = _version(connection)
+    if found == wanted or (newer_serves and found > wanted):
         return
     with connection.transaction():
         connection.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK,))
         # Looked at again: whoever had the lock before us may have done it all.
         found = _version(connection)
+        if found > wanted and newer_serves:
+            return
         if found > wanted:
             raise ConfigError(
                 f"the journal's tables have version {found}, and this Keepstep knows {wanted}: "
