@@ -642,6 +642,40 @@ def test_a_leader_that_is_cut_off_for_a_lease_sends_its_agents_away_and_gives_up
     asyncio.run(outage())
 
 
+@pytest.mark.parametrize("sent_away", [True, False])
+def test_after_an_outage_in_which_it_sent_all_away_a_leader_is_as_patient_as_a_new_one(
+    scene: Scene, sent_away: bool
+):
+    """Where nobody was sent away all are still connected: no Hello will come, and none is due."""
+
+    async def outage() -> None:
+        async with asyncio.timeout(10):
+            scene.journal.away = 1_000_000
+            writing = asyncio.create_task(scene.loop._until_written([Waiting(SUBMITTED)]))
+            await asyncio.sleep(0)
+            scene.clock.advance_to(scene.clock.now() + 60.0)
+            if sent_away:
+                scene.loop._send_away_if_cut_off()
+            scene.journal.away = 0
+            await writing
+
+    scene.journal.lease_seconds = 9.0
+    scene.feed(HELLO)
+    scene.loop._heard(NODE)
+    asyncio.run(outage())
+    cluster, back = scene.loop.cluster, scene.clock.now()
+    assert (cluster.led_at >= 0, cluster.nodes[NODE].linked) == (sent_away, not sent_away)
+    assert (NODE in cluster.doubtful) is sent_away
+    patience = scene.loop._alive.last_heard[NODE] - scene.clock.monotonic()
+    assert (patience > 0) is sent_away
+    replayed, _ = scene.loop._restore()
+    assert state.fingerprint(replayed) == scene.print(), "and the journal has it"
+    scene.feed(HELLO)
+    scene.clock.advance_to(back + 20.0)
+    scene.feed(events.Tick())
+    assert scene.loop.cluster.nodes[NODE].alive
+
+
 def test_an_idle_leader_renews_its_lease_by_writing_nothing(scene: Scene):
     scene.journal.lease_seconds = 9.0
     scene.feed(HELLO)

@@ -305,6 +305,43 @@ def test_30_s_after_taking_the_lead_who_did_not_come_back_is_lost():
     assert lost(cluster) == 1
 
 
+@pytest.mark.parametrize("sent_away", [True, False])
+def test_an_outage_in_which_all_were_sent_away_ends_like_a_change_of_leader(sent_away: bool):
+    """One agent of four takes longer than the others to find its way back: it is no lost node."""
+    cluster = cluster_of(4, seats=4)
+    plain = events.to_plain(events.ControlPlaneBack(60.0, "the journal was away", sent_away))
+    step(cluster, events.from_plain(plain), 100.0)
+    for i in range(1, 4):
+        hello = wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b", _there(cluster, i))
+        step(cluster, hello, 101.0)
+    step(cluster, events.NodeSilent(NodeId("n0")), 108.5)
+    for tenths in range(1086, 1290):
+        step(cluster, events.Tick(), tenths / 10)
+    assert lost(cluster) == (0 if sent_away else 1)
+    replayed = state.from_plain(state.to_plain(cluster))
+    assert state.fingerprint(replayed) == state.fingerprint(cluster)
+    hello = wire.Hello(NodeId("n0"), "a0", 1, 1, 2, "b", _there(cluster, 0))
+    step(cluster, hello, 129.0)
+    step(cluster, events.Tick(), 131.0)
+    assert (lost(cluster), cluster.jobs[JOB].incidents) == ((0, 0) if sent_away else (0, 1))
+
+
+def test_who_does_not_come_back_after_an_outage_is_lost_at_last():
+    cluster = cluster_of(4, seats=4)
+    step(cluster, events.ControlPlaneBack(60.0, "the journal was away", sent_away=True), 100.0)
+    for i in range(1, 4):
+        hello = wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b", _there(cluster, i))
+        step(cluster, hello, 101.0)
+    for tenths in range(1010, 1310):
+        step(cluster, events.Tick(), tenths / 10)
+    assert not cluster.nodes[NodeId("n0")].alive
+
+
+def test_an_outage_as_an_older_version_wrote_it_is_read():
+    plain = {"kind": "ControlPlaneBack", "body": {"seconds": 2.0, "why": "away"}, "v": 2}
+    assert events.from_plain(plain) == events.ControlPlaneBack(2.0, "away", sent_away=False)
+
+
 def test_the_first_leader_of_an_empty_cluster_took_nobody_over():
     cluster = state.new_cluster("test")
     step(cluster, events.TermBegan(Term(1)), 0.0)

@@ -379,7 +379,7 @@ class Faults(World):
         self.journal.away = False
         if self.leader is not None:
             self.leader.go_on(self.now)
-            self.feed(events.ControlPlaneBack(seconds, JOURNAL_AWAY))
+            self.feed(events.ControlPlaneBack(seconds, JOURNAL_AWAY, lost))
         if lost:
             self._all_come_back()
             wait = RECONNECT_SECONDS + SILENCE_SEEN_SECONDS
@@ -390,7 +390,7 @@ class Faults(World):
         known = self.leader.cluster.nodes if self.leader is not None else {}
         gone = [m for m in self.away if not m.linked]
         for machine in sorted(gone, key=lambda m: m.number):
-            if machine.node in known and known[machine.node].linked and not self.journal.away:
+            if machine.node in known and known[machine.node].alive and not self.journal.away:
                 self.feed(events.NodeSilent(machine.node))
 
     def _deafen(self, count: int, *, vouched: bool) -> None:

@@ -184,7 +184,7 @@ def _dispatch(turn: Turn, event: Event) -> None:
             outages.term_began(turn, event)
             nodes.term_began(turn)
         case ControlPlaneBack():
-            outages.book(turn, event.seconds, event.why)
+            outages.back(turn, event)
         case JournalBehind():
             reconcile.behind(turn, event)
         case Tick():

@@ -183,6 +183,9 @@ class ControlPlaneBack:
 
     seconds: float
     why: str
+    sent_away: bool = False
+    """It took longer than the lease, so all agents were sent away: they have to come again. False
+    in records of older versions, whatever happened."""
 
 
 @dataclass(frozen=True, slots=True)

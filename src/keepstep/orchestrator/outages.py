@@ -10,8 +10,8 @@ against no budget and no hold; it is booked as control_plane_down, in the incide
 
 from __future__ import annotations
 
-from keepstep.orchestrator import clocks
-from keepstep.orchestrator.events import TermBegan
+from keepstep.orchestrator import budgets, clocks, nodes, suspicion
+from keepstep.orchestrator.events import ControlPlaneBack, TermBegan
 from keepstep.orchestrator.state import OUTAGES_MAX, TERMS_MAX, Job, Outage
 from keepstep.orchestrator.turn import Turn
 
@@ -28,10 +28,30 @@ def term_began(turn: Turn, event: TermBegan) -> None:
         known[event.term] = event.seq
         for old in sorted(known)[:-TERMS_MAX]:
             del known[old]
-    jobs = turn.cluster.jobs
-    turn.cluster.begun_with = {name: jobs[name].promised for name in turn.cluster.open_jobs}
+    _all_come_anew(turn)
     if event.down_seconds >= SECONDS_MIN:
         book(turn, event.down_seconds, f"nobody led before term {event.term}")
+
+
+def back(turn: Turn, event: ControlPlaneBack) -> None:
+    """The journal is there again. Who was sent away has to find us as if we had just taken over:
+    until then nobody's silence is held against it, and no phase waits for it in vain."""
+    book(turn, event.seconds, event.why)
+    cluster = turn.cluster
+    believed = [node for node, state in cluster.nodes.items() if state.alive]
+    if not (event.sent_away and believed):
+        return
+    cluster.led_at = turn.now
+    nodes.give_grace(turn, believed)
+    _all_come_anew(turn)
+    for name in cluster.open_jobs:
+        budgets.spare(cluster.jobs[name], turn.now + suspicion.TERM_GRACE_SECONDS)
+
+
+def _all_come_anew(turn: Turn) -> None:
+    """The next generation of each job waits for those who have something of it to come."""
+    jobs = turn.cluster.jobs
+    turn.cluster.begun_with = {name: jobs[name].promised for name in turn.cluster.open_jobs}
 
 
 def book(turn: Turn, seconds: float, why: str) -> None:

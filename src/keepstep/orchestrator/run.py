@@ -107,6 +107,7 @@ class Orchestrator:
         """A step failed half-way: the state has to be read from the journal before the next."""
         self._leave: Permanent | None = None  # Why we lead no longer than the present batch.
         self._written_at, self._away = 0.0, False  # The journal, when we last tried to write.
+        self._sent_away = False  # All agents, since it is away: none of them is connected.
         self._snapshots = Snapshots(config.snapshot_entries)
         self._tick_waiting, self._tick_due = False, clock.monotonic()
         self.heeded: dict[NodeId, float] = {}  # Whose word made a leader here step down, and when.
@@ -199,9 +200,7 @@ class Orchestrator:
             self.term, self._config.migrations_max, standing.vacant_seconds, standing.seq
         )
         self._handle([Waiting(began)])
-        # Nobody is connected yet. Each node that the cluster believes in has time to come.
-        believed = [node.node for node in self.cluster.nodes.values() if node.alive]
-        self._alive.last_heard = dict.fromkeys(believed, self._all_may_come())
+        self._expect_all()
 
     # ---------------------------------------------------------------- receive -> step -> journal
 
@@ -227,10 +226,8 @@ class Orchestrator:
     async def _until_written(self, waiting: list[Waiting]) -> None:
         """Handle events, for as long as it takes the journal to be there."""
         self._batch.extend(waiting)
-        told = sent_away = ""
-        began = self._clock.monotonic()
+        told, began = "", self._clock.monotonic()
         while True:
-            sent_away = sent_away or self.cut_off
             try:
                 self._handle(())
                 self._renew_if_due()
@@ -248,24 +245,29 @@ class Orchestrator:
                     self._log("journal.away", why=told)
                 seconds = error.retry_after_seconds
             await asyncio.sleep(seconds)
-        if sent_away:
-            self._alive.last_heard = dict.fromkeys(self._alive.last_heard, self._all_may_come())
         self._snapshot_if_due()
 
     def _came_back(self, began: float) -> float:
         """The journal is there again. What nobody could decide meanwhile is nobody's fault."""
         now = self._clock.monotonic()
         self._log("journal.back", seconds=round(now - began, 3))
-        if now - began >= self._config.late_seconds_max:
+        sent_away, self._sent_away = self._sent_away, False
+        if sent_away or now - began >= self._config.late_seconds_max:
             # All owners of jobs read this: the driver's words (a host, a user) are in our log only.
             # It comes before what has waited, and moves the clocks by which that is judged.
-            self._batch.appendleft(Waiting(events.ControlPlaneBack(now - began, JOURNAL_AWAY)))
+            back = events.ControlPlaneBack(now - began, JOURNAL_AWAY, sent_away)
+            self._batch.appendleft(Waiting(back))
             self._tick_due = now  # One that has waited since is late by the same time: once only.
+        if sent_away:
+            self._expect_all()
         return now
 
-    def _all_may_come(self) -> float:
-        """As if all had been heard a little later than now: they have to find us first."""
-        return self._clock.monotonic() + suspicion.TERM_GRACE_SECONDS
+    def _expect_all(self) -> None:
+        """Nobody is connected. All that the cluster believes in are taken for heard a little later
+        than now: they have to find us first."""
+        believed = [node.node for node in self.cluster.nodes.values() if node.alive]
+        until = self._clock.monotonic() + suspicion.TERM_GRACE_SECONDS
+        self._alive.last_heard = dict.fromkeys(believed, until)
 
     def _handle(self, waiting: Iterable[Waiting]) -> None:
         """Step events, write the steps together, let their orders out. As many as fit into a slice
@@ -441,6 +443,7 @@ class Orchestrator:
 
     def _send_away_if_cut_off(self) -> None:
         if why := self.cut_off:
+            self._sent_away = True
             for stream in tuple(self._streams.values()):
                 stream.drop(why)
 
