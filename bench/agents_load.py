@@ -136,6 +136,8 @@ class FakeAgent:
         self.standbys: dict[tuple[JobId, int], bool] = {}
         self.connection = Connection(self)
         self.hushed = False
+        self.term = Term(0)
+        """The latest that this one was told: nobody knows that of a leader who never greeted it."""
         self.heard_at = 0.0
         self._beat = b""
 
@@ -193,7 +195,7 @@ class FakeAgent:
                 boot="boot",
                 workers=facts,
                 standbys=standbys,
-                term_seen=self.fleet.term,
+                term_seen=self.term,
                 token=self.fleet.token,
                 labels={"rack": f"r{self.number // 16}"},
                 speaks=wire.VERSION,
@@ -218,7 +220,6 @@ class Fleet:
     def __init__(self, asked: argparse.Namespace, connect: Callable[..., Any]) -> None:
         self.endpoints = asked.endpoints.split(",")
         self.token = Path(asked.token_file).read_text(encoding="utf-8").strip()
-        self.term = Term(0)
         self.upgrade = (
             f"POST /v1/agent HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self.token}\r\n"
             "Connection: Upgrade\r\nUpgrade: keepstep-stream\r\nContent-Length: 0\r\n\r\n"
@@ -289,10 +290,10 @@ class Fleet:
                 self._decoded[frame] = message
         match message:
             case wire.Pulse():
-                self.term = max(self.term, message.term)
+                agent.term = max(agent.term, message.term)
                 self.beat_seconds = message.beat_seconds
             case wire.Order():
-                if message.term >= self.term and not agent.hushed:
+                if message.term >= agent.term and not agent.hushed:
                     self.obey(agent, message)
             case wire.Refused():
                 tell(event="refused", node=agent.node, why=message.why)

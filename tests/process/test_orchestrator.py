@@ -227,6 +227,30 @@ def test_a_killed_orchestrator_comes_back_with_its_state_and_a_higher_term(one: 
     again.close()
 
 
+def test_a_term_that_was_begun_before_is_left_for_a_higher_one_and_who_comes_again_stays(
+    one: Process,
+):
+    """The file was put back to a time before its last term, and the next one has the same number:
+    an agent that obeyed the first of the two must not take the second for it."""
+    term = Term(one.client.health()["term"])
+    knows = FakeAgent(one.port, "n0", term_seen=term, seq_seen=100)
+    with pytest.raises((EOFError, ConnectionResetError)):
+        knows.read()
+    while one.client.health()["term"] != term + 1:
+        time.sleep(0.01)
+    again = FakeAgent(one.port, "n0", term_seen=term, seq_seen=100)
+    pulse = again.until(wire.Pulse)
+    assert isinstance(pulse, wire.Pulse)
+    assert pulse.term == term + 1
+    (gap,) = one.client.cluster()["control_plane"]["gaps"]
+    assert (gap["node"], gap["term"], gap["last"]) == ("n0", term, 100)
+    # Its stream breaks, and it knows our term by now: it is ours.
+    again.close()
+    for _ in range(2):
+        FakeAgent(one.port, "n0", term_seen=pulse.term, seq_seen=100).until(wire.Pulse)
+    assert one.client.health()["term"] == term + 1
+
+
 def test_killing_it_over_and_over_in_the_middle_of_things_loses_nothing_that_was_answered(
     one: Process,
 ):

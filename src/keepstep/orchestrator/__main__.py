@@ -26,7 +26,7 @@ from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig, load
 from keepstep.errors import Alone, Behind, ConfigError, Deposed, Transient
 from keepstep.ledger.signing import Signer
-from keepstep.model import NodeId, Term
+from keepstep.model import Term
 from keepstep.orchestrator import alerts, lease, replica
 from keepstep.orchestrator.access import Gate
 from keepstep.orchestrator.api import Api
@@ -37,7 +37,7 @@ from keepstep.orchestrator.journal import Journal
 from keepstep.orchestrator.journal_postgres import PostgresJournal
 from keepstep.orchestrator.journals import open_journal, refuse_password
 from keepstep.orchestrator.run import Orchestrator
-from keepstep.orchestrator.stepping_down import OTHERS_SECONDS
+from keepstep.orchestrator.stepping_down import OTHERS_SECONDS, Past
 from keepstep.orchestrator.tokens import Tokens
 
 EXIT_USAGE = 2
@@ -120,13 +120,12 @@ class Place:
     gate: Gate
     rules: alerts.Rules
     signer: Signer | None
-    heeded: dict[NodeId, float] = field(default_factory=dict)
-    """Nodes that made a leader step down: the next one has to know."""
+    past: Past = field(default_factory=Past)
 
     def lead(self, door: Door, begun: replica.Begun) -> Orchestrator:
         """A term has begun: from now on its leader answers at the door."""
         leader = Orchestrator(self.journal, self.config, RealClock(), self.token, log, begun)
-        leader.heeded = self.heeded
+        leader.leaving.past = self.past
         api = Api(leader, self.journal, self.gate, self.rules, log, self.signer)
         door.handle_by(api.handle)
         return leader
@@ -167,7 +166,8 @@ async def _follow_and_lead(
         follower = Follower(journal, endpoint, log)
         door.handle_by(follower.handle)
         begun = await follower.until_leading(above, wait_seconds)
-        wait_seconds = 0.0
+        # Whatever becomes of the journal, this process begins no term twice.
+        above, wait_seconds = begun.standing.term, 0.0
         try:
             leader = place.lead(door, begun)
             with lease.kept(journal, leader.term, leader.keeping, log):
@@ -176,7 +176,7 @@ async def _follow_and_lead(
             log("following", why=str(error))
         except Behind as error:
             log("journal.behind", why=str(error))
-            above = Term(error.term)
+            above = max(above, Term(error.term))
         except Alone as error:
             log("stepping_down", why=str(error))
             journal.let_go()

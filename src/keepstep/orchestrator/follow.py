@@ -53,12 +53,15 @@ class Follower:
     async def until_leading(
         self, above: Term = Term(0), wait_seconds: float = 0.0
     ) -> replica.Begun:
-        """Wait for the lease, and take it; not before others had so much time to do so."""
+        """Wait for the lease, and take it; not before others had so much time to do so. The term is
+        above all that were seen here: a database that was put back must not begin one twice."""
         clock = asyncio.get_running_loop().time
         first, not_before = wait_seconds <= 0, clock() + wait_seconds
         while True:
             try:
                 pause = await self._look()
+                assert self._seen is not None
+                above = max(above, self._seen.term)
                 # The first time in any case: the lease may be our own, of before a restart.
                 if (pause <= 0 or first) and clock() >= not_before:
                     first = False

@@ -29,7 +29,7 @@ from typing import Any
 from keepstep import codec, failpoint, wire
 from keepstep.clock import Clock
 from keepstep.config import OrchestratorConfig
-from keepstep.errors import Behind, Deposed, Permanent, Transient, WireError
+from keepstep.errors import Deposed, Permanent, Transient, WireError
 from keepstep.model import NodeId, Term
 from keepstep.orchestrator import (
     admission,
@@ -66,7 +66,7 @@ from keepstep.orchestrator.stepped import (
     to_be_kept,
     with_its_age,
 )
-from keepstep.orchestrator.stepping_down import hears_nobody, heeds, why_not_term
+from keepstep.orchestrator.stepping_down import Leaving, of_another, why_not_term
 from keepstep.orchestrator.streams import NEWS, AgentStream, Allowances, addressed, listen, refuse
 from keepstep.orchestrator.together import until_one_ends
 
@@ -96,7 +96,7 @@ class Orchestrator:
         self._inbox: asyncio.Queue[Waiting] = asyncio.Queue(config.inbox_events_max)
         self._streams: dict[NodeId, AgentStream] = {}
         self._boots: dict[NodeId, str] = {}
-        """What the agents of those streams call themselves besides their nodes' names."""
+        """What agents call themselves besides their nodes' names: all whom this term greeted."""
         self._allowances = Allowances()
         self._alive = Liveness()
         # For whoever shows them: who is here, and what they said last.
@@ -105,12 +105,11 @@ class Orchestrator:
         self._steps: list[Stepped] = []  # Not on disk yet.
         self._torn = False
         """A step failed half-way: the state has to be read from the journal before the next."""
-        self._leave: Permanent | None = None  # Why we lead no longer than the present batch.
+        self.leaving = Leaving()
         self._written_at, self._away = 0.0, False  # The journal, when we last tried to write.
         self._sent_away = False  # All agents, since it is away: none of them is connected.
         self._snapshots = Snapshots(config.snapshot_entries)
         self._tick_waiting, self._tick_due = False, clock.monotonic()
-        self.heeded: dict[NodeId, float] = {}  # Whose word made a leader here step down, and when.
         self._rereads = 0
         self._hurried = asyncio.Event()
         """Set by each step that changed something: the next tick may be due earlier now."""
@@ -211,10 +210,10 @@ class Orchestrator:
                 waiting.append(self._inbox.get_nowait())
             try:
                 await self._until_written(waiting)
-                if self._leave is not None:
+                if self.leaving.why is not None:
                     # The proof that we still lead: else we are deposed, and that is the reason.
                     self._journal.append(self.term, self._standing.head, ())
-                    raise self._leave
+                    raise self.leaving.why
             except Deposed as error:
                 self._log("term.deposed", term=self.term, why=str(error))
                 for item in waiting:
@@ -391,8 +390,8 @@ class Orchestrator:
                 self._alive.last_heard = {n: max(at, min(now, at + late)) for n, at in heard}
             quiet = quiet_nodes(self._alive.last_heard, now, self._beat_seconds())
             await self._hear_witnesses(quiet, now)
-            if self._standing.lease_seconds and self._leave is None:
-                self._leave = hears_nobody(self._alive.last_heard, self._streams, now)
+            if self._standing.lease_seconds:
+                self.leaving.listen(self._alive.last_heard, self._streams, now)
             await self._judge_silence(now)
             if now >= pulse_due:
                 pulse_due = now + self._config.pulse_seconds
@@ -471,11 +470,11 @@ class Orchestrator:
             self._log("agent.refused", why=refusal)
             await refuse(writer, refusal)
             return
-        if hello.term_seen > self.term:
+        if of_another(hello, self.term, self._boots):
             # Either we are deposed and do not know it yet, or the journal has forgotten a term.
-            if heeds(self.heeded, hello.node, self._clock.monotonic()):
-                self._leave = Behind(min(hello.term_seen, reconcile.TERM_MAX))
-                await self._inbox.put(Waiting(events.Tick()))
+            began = self.cluster.terms.get(self.term, self._standing.seq)
+            if word := self.leaving.heed(hello, self.term, began, self._clock.monotonic()):
+                await self._inbox.put(Waiting(word))
             return
         # The token is checked and forgotten: it must not reach the journal.
         hello = dataclasses.replace(hello, token="")

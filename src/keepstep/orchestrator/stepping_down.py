@@ -1,21 +1,25 @@
-"""When a leader steps down by itself: it hears nobody, or an agent has seen a later term. Pure.
+"""When a leader steps down by itself: it hears nobody, or an agent knows another history. Pure.
 
 If it hears nobody while it can write, others may be nearer to the agents.
 Its network may be cut towards the nodes and not towards the database, and it would keep its lease
 for ever. So it lets go of it, once per silence: only streams that are open count, and the next
 leader has none. Agents that leave in good order close theirs.
 
-An agent that has seen a later term is the proof that the journal was put back. One that lies, or
-is broken, must not be able to depose every leader there is: no backup is a million terms old, and
-one node is heeded once a minute.
+An agent that has seen a later term is the proof that the journal was put back, and so is one that
+has seen this very term and was never greeted by its leader: it was begun before, by another, whose
+entries are gone. One that lies, or is broken, must not be able to depose every leader there is: no
+backup is a million terms old, and one node is heeded once a minute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
-from keepstep.errors import Alone
+from keepstep.errors import Alone, Behind, Permanent
 from keepstep.model import NodeId, Term
+from keepstep.orchestrator.events import JournalBehind, Tick
+from keepstep.orchestrator.reconcile import TERM_MAX
 from keepstep.wire import Hello
 
 ALONE_SECONDS = 2.5
@@ -29,6 +33,38 @@ TERMS_AHEAD_MAX = 1_000_000
 """Ten days of a new leader each second: a term beyond was never begun."""
 HEED_SECONDS = 60.0
 """Between two leaders that step down because of the same node's word."""
+
+
+@dataclass(slots=True)
+class Past:
+    """What a process remembers of the leaders that it was: the next one has to know."""
+
+    heeded: dict[NodeId, float] = field(default_factory=dict)
+    """Nodes whose word made a leader step down, and when."""
+
+
+class Leaving:
+    """Whether one leader leaves, and why."""
+
+    def __init__(self) -> None:
+        self.why: Permanent | None = None
+        """Raised when what is under way is written."""
+        self.past = Past()
+
+    def heed(
+        self, hello: Hello, term: Term, began_at_seq: int, now: float
+    ) -> JournalBehind | Tick | None:
+        """What to write before we leave because of this agent; None: its word has had its turn."""
+        if not heeds(self.past.heeded, hello.node, now):
+            return None
+        self.why = Behind(min(hello.term_seen, TERM_MAX))
+        return last_words(hello, term, began_at_seq)
+
+    def listen(
+        self, last_heard: Mapping[NodeId, float], connected: Collection[NodeId], now: float
+    ) -> None:
+        """Leave if nobody is heard."""
+        self.why = self.why or hears_nobody(last_heard, connected, now)
 
 
 def hears_nobody(
@@ -48,6 +84,26 @@ def why_not_term(hello: Hello, term: Term) -> str:
     return (
         f"no leader ever began term {hello.term_seen}, and this is {term}; clear the agent's room"
     )
+
+
+def of_another(hello: Hello, term: Term, greeted: Mapping[NodeId, str]) -> bool:
+    """Whether an agent has obeyed another history than that of this term's leader.
+
+    A leader tells its term to nobody whom it has not greeted; `greeted` are all of those, with the
+    boots that they named: a node that was renamed comes with its room.
+    """
+    if hello.term_seen != term:
+        return hello.term_seen > term
+    return hello.node not in greeted and hello.boot not in greeted.values()
+
+
+def last_words(hello: Hello, term: Term, began_at_seq: int) -> JournalBehind | Tick:
+    """What the leader of such a term writes before it leaves. All entries since it began are its
+    own: those that this agent has obeyed are others of the same number. Later nobody could tell."""
+    if hello.term_seen != term or hello.seq_seen <= began_at_seq:
+        return Tick()
+    first, obeyed = began_at_seq + 1, {**hello.obeyed}
+    return JournalBehind(hello.node, hello.term_seen, hello.seq_seen, first, obeyed)
 
 
 def heeds(heeded: dict[NodeId, float], node: NodeId, now: float) -> bool:

@@ -1,0 +1,67 @@
+"""One who does not lead: what it remembers, and what it offers to whoever leads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from keepstep.model import Term
+from keepstep.orchestrator import replica
+from keepstep.orchestrator.follow import Follower
+from keepstep.orchestrator.journal import Loaded, Look, SharedJournal, Standing
+
+
+class Shared:
+    """A database that one follower looks at, and that says what the test wants."""
+
+    def __init__(self) -> None:
+        self.looks: list[Look] = []
+        self.term = Term(4)
+
+    def look(self) -> Look:
+        return self.looks.pop(0)
+
+    def load(self) -> Loaded:
+        return Loaded(None, 0, ())
+
+    def begin_term(self, endpoint: str, above: Term) -> Standing:
+        return Standing(Term(max(self.term, above) + 1), 0, "", {})
+
+    def follower(self) -> Follower:
+        return Follower(cast("SharedJournal", self), "http://o1:1", lambda *_, **__: None)
+
+
+@pytest.fixture
+def shared() -> Shared:
+    return Shared()
+
+
+def seen(term: int, lease_seconds_left: float = 0.0) -> Look:
+    return Look(Term(term), 0, "o2", "http://o2:1", lease_seconds_left)
+
+
+def led(follower: Follower, above: int = 0, wait_seconds: float = 0.0) -> replica.Begun:
+    async def until() -> replica.Begun:
+        async with asyncio.timeout(10):
+            return await follower.until_leading(Term(above), wait_seconds)
+
+    return asyncio.run(until())
+
+
+def test_a_follower_begins_a_term_above_all_that_it_saw(shared: Shared):
+    """The leader of term 5 wrote, agents obeyed, and a replica without that term was promoted."""
+    shared.looks = [seen(5, 0.001), seen(4)]
+    begun = led(shared.follower(), wait_seconds=0.001)
+    assert begun.standing.term == 6
+
+
+def test_what_a_process_led_before_is_not_begun_again(shared: Shared):
+    shared.looks = [seen(4)]
+    assert led(shared.follower(), above=5).standing.term == 6
+
+
+def test_where_nothing_was_put_back_the_next_term_is_the_next_number(shared: Shared):
+    shared.looks = [seen(4)]
+    assert led(shared.follower(), above=4).standing.term == 5
