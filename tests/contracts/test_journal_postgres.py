@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 import pytest
@@ -42,6 +42,7 @@ from tests.postgres import PostgresServer
 
 pytestmark = pytest.mark.postgres
 
+T = TypeVar("T")
 A = JobId("a")
 SECONDS_MAX = 20.0
 LONG = 3600.0
@@ -116,7 +117,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
-def again(call: Callable[[], Standing]) -> Standing:
+def again(call: Callable[[], T]) -> T:
     """Repeat a call while the database is away, as the loop does."""
     deadline = time.monotonic() + SECONDS_MAX
     while True:
@@ -282,6 +283,31 @@ def test_followers_see_who_leads_where_and_for_how_long(place: Place):
     assert other.look().lease_seconds_left == 0.0
     assert other.begin_term("http://two:7070", above=Term(40)).term == 41
     assert leader.look().endpoint == "http://two:7070"
+
+
+def test_a_leader_sees_that_agents_come_to_another_and_not_that_they_come_to_itself(place: Place):
+    leads, follows, third = place.journal("one"), place.journal("two"), place.journal("three")
+    leads.look(offers=True)
+    leads.begin_term()
+    assert not leads.offered()
+    follows.look()
+    third.look()
+    assert not leads.offered(), "to be there is no offer"
+    follows.look(offers=True)
+    third.look(offers=True)
+    follows.look(offers=True)
+    assert leads.offered()
+    follows.look(offers=False)
+    assert leads.offered(), "there is the third"
+    sever(third)
+    until(lambda: not leads.offered(), "an offer to end with its connection")
+    again(lambda: third.look(offers=True))
+    assert leads.offered(), "and it is made again on the next one"
+    elsewhere = Place(place.server)
+    other = elsewhere.journal("four")
+    other.look()
+    assert not other.offered(), "another database is another cluster"
+    elsewhere.end()
 
 
 def test_a_term_says_for_how_long_nobody_wrote(place: Place):

@@ -33,6 +33,7 @@ from keepstep.model import JobId, JobSpec, NodeId, Phase, Rank, Sign, Term
 from keepstep.orchestrator.journal import verify
 from keepstep.orchestrator.journal_postgres import PostgresJournal
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
+from keepstep.orchestrator.stepping_down import UNHEARD_SECONDS
 from tests.postgres import PostgresServer
 
 pytestmark = pytest.mark.process
@@ -621,6 +622,36 @@ def test_a_stopped_leader_wakes_up_when_another_has_taken_over_and_does_no_harm(
         assert journal.begin_term().term == 4, "who leaves lets go of the lease"
         assert set(verify(journal)) == {"", JOB, "later"}
         journal.close()
+    finally:
+        for process in (one, two):
+            if process.process is not None and process.process.poll() is None:
+                process.kill()
+
+
+@pytest.mark.postgres
+def test_a_leader_that_no_agent_reaches_lets_the_one_lead_that_they_come_to(
+    tmp_path: Path, postgres: PostgresServer
+):
+    """Its network is cut towards the agents and not towards the database."""
+    url = postgres.database()
+    holder = "KEEPSTEP_ORCHESTRATOR_JOURNAL_HOLDER"
+    one = Process(tmp_path, "one", url, **{holder: "one"}).start()
+    two = Process(tmp_path, "two", url, **{holder: "two"})
+    try:
+        until_leading(one)
+        two.start()
+        while two.client.health()["leader"] is None:
+            time.sleep(0.05)
+        there = f"http://127.0.0.1:{one.port}/v1/agent"
+        deadline = time.monotonic() + UNHEARD_SECONDS + SECONDS_MAX
+        # An agent that cannot go where it is sent asks again.
+        while two.client.health()["status"] != "leading":
+            assert answer_of(two.port, "POST", "/v1/agent")[1] in (there, None)
+            assert time.monotonic() < deadline, "nobody that agents reach leads"
+            time.sleep(0.3)
+        FakeAgent(two.port, "n0").until(wire.Pulse)
+        assert one.client.health()["status"] == "following"
+        assert "no agent came for" in one.log.read_text(encoding="utf-8")
     finally:
         for process in (one, two):
             if process.process is not None and process.process.poll() is None:

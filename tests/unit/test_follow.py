@@ -10,7 +10,9 @@ import pytest
 from keepstep.model import Term
 from keepstep.orchestrator import replica
 from keepstep.orchestrator.follow import Follower
+from keepstep.orchestrator.http import Request
 from keepstep.orchestrator.journal import Loaded, Look, SharedJournal, Standing
+from keepstep.orchestrator.stepping_down import SENT_ON_SECONDS
 
 
 class Shared:
@@ -18,9 +20,11 @@ class Shared:
 
     def __init__(self) -> None:
         self.looks: list[Look] = []
+        self.offers = False
         self.term = Term(4)
 
-    def look(self) -> Look:
+    def look(self, *, offers: bool) -> Look:
+        self.offers = offers
         return self.looks.pop(0)
 
     def load(self) -> Loaded:
@@ -65,3 +69,32 @@ def test_what_a_process_led_before_is_not_begun_again(shared: Shared):
 def test_where_nothing_was_put_back_the_next_term_is_the_next_number(shared: Shared):
     shared.looks = [seen(4)]
     assert led(shared.follower(), above=4).standing.term == 5
+
+
+def test_a_follower_that_agents_come_to_again_and_again_says_so_where_its_leader_looks(
+    shared: Shared,
+):
+    async def follow() -> list[bool]:
+        follower, said = shared.follower(), []
+        asked = Request("POST", "/v1/agent", {}, {})
+        for knocks, away in ((0, ""), (1, ""), (1, "it cannot be read"), (1, "")):
+            shared.looks = [seen(4, 5.0)]
+            if knocks:
+                await follower.handle(asked)
+                follower._knocks.first -= SENT_ON_SECONDS
+            follower._away = away
+            await follower._look()
+            said.append(shared.offers)
+        return said
+
+    assert asyncio.run(follow()) == [False, True, False, True]
+
+
+def test_whoever_else_asks_a_follower_is_no_agent(shared: Shared):
+    async def asked() -> bool:
+        follower = shared.follower()
+        for path in ("/healthz", "/v1/jobs", "/"):
+            await follower.handle(Request("GET", path, {}, {}))
+        return follower._knocks.come(asyncio.get_running_loop().time())
+
+    assert not asyncio.run(asked())

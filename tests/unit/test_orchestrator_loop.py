@@ -14,7 +14,7 @@ import pytest
 from keepstep import wire
 from keepstep.clock import VirtualClock
 from keepstep.config import OrchestratorConfig
-from keepstep.errors import Deposed, Permanent, Transient
+from keepstep.errors import Alone, Deposed, Permanent, Transient
 from keepstep.model import (
     Generation,
     JobId,
@@ -684,6 +684,29 @@ def test_an_idle_leader_renews_its_lease_by_writing_nothing(scene: Scene):
         scene.clock.advance_to(scene.clock.now() + seconds)
         until_written(scene, events.Tick())
     assert [what for what in scene.happened if what != "on disk"] == ["renewed"] * 2
+
+
+@pytest.mark.parametrize(("lease", "offered"), [(9.0, True), (9.0, False), (0.0, True)])
+def test_a_leader_that_no_agent_comes_to_leaves_if_they_come_to_another(
+    scene: Scene, lease: float, offered: bool
+):
+    async def lead() -> None:
+        running = asyncio.create_task(scene.loop.run())
+        for _ in range(300):
+            scene.clock.advance_to(scene.clock.now() + 0.1)
+            scene.loop._hurried.set()
+            for _ in range(8):
+                await asyncio.sleep(0)
+        running.cancel()
+        await running
+
+    scene.journal.lease_seconds = lease
+    scene.feed(HELLO)
+    scene.loop._streams.clear()
+    scene.loop.leaving.offered = lambda: offered
+    leaves = lease and offered
+    with pytest.raises(Alone if leaves else asyncio.CancelledError):
+        asyncio.run(lead())
 
 
 def test_a_deposed_leader_learns_of_it_when_it_renews(scene: Scene, tmp_path: Path):

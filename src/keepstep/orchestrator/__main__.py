@@ -170,6 +170,7 @@ async def _follow_and_lead(
         above, wait_seconds = begun.standing.term, 0.0
         try:
             leader = place.lead(door, begun)
+            leader.leaving.offered = journal.offered
             with lease.kept(journal, leader.term, leader.keeping, log):
                 await leader.run()
         except Deposed as error:

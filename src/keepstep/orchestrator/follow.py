@@ -6,7 +6,9 @@
 
 It says who leads to everybody who asks, and sends agents and operators there. Its state is the
 leader's of a moment ago, so that a takeover has only the last entries to read. It takes over only
-what it can read: a journal of a newer Keepstep is left to one who understands it.
+what it can read: a journal of a newer Keepstep is left to one who understands it. Agents that keep
+coming do not reach the leader: it offers to lead, and one that has no agent lets go of its lease
+(stepping_down.py).
 
 Calls to the journal wait in a thread: who is asked for its health answers, database or not.
 """
@@ -25,12 +27,16 @@ from keepstep.orchestrator import replica, watching
 from keepstep.orchestrator.http import Reply, Request, Response, error_response, json_response
 from keepstep.orchestrator.journal import Look, SharedJournal
 from keepstep.orchestrator.run import Log
+from keepstep.orchestrator.stepping_down import Knocks
 
 LOOK_SECONDS_MAX = 0.5
 """Between two looks: what a takeover has left to read, and how soon a lease that was let go of is
 seen. The end of a lease is known, and looked at when it comes."""
 LEASE_OVER_SECONDS = 0.02
 """After the end of a lease, by our own clock: the database's decides."""
+
+AGENTS = "/v1/agent"
+"""Where an agent asks for its stream."""
 
 T = TypeVar("T")
 
@@ -47,6 +53,7 @@ class Follower:
         self._told = ""
         self._away = ""
         """Why the journal cannot be read; empty: it can."""
+        self._knocks = Knocks()
 
     # ---------------------------------------------------------------- reading along
 
@@ -77,7 +84,9 @@ class Follower:
 
     async def _look(self) -> float:
         """Read what is new; seconds until the next look, 0: take over."""
-        seen = await _in_thread(self._journal.look)
+        # Who cannot read the journal could not lead.
+        offers = not self._away and self._knocks.stay(asyncio.get_running_loop().time())
+        seen = await _in_thread(lambda: self._journal.look(offers=offers))
         self._seen = seen
         if seen.lease_seconds_left > 0:
             self._say("following", f"{seen.holder} leads term {seen.term}", leader=seen.endpoint)
@@ -133,6 +142,8 @@ class Follower:
         if request.path in watching.PARTS and request.method == "GET":
             # A page that was opened here asks for the rest of itself, and may ask nobody else.
             return watching.file(request.path)
+        if request.path == AGENTS:
+            self._knocks.hear(asyncio.get_running_loop().time())
         return elsewhere(leader, self._away, request)
 
 

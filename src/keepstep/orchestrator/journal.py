@@ -147,8 +147,12 @@ class SharedJournal(Journal, Protocol):
     def lease_line(self) -> LeaseLine:
         """A way to the lease for another thread than the writer's, and for that one alone."""
 
-    def look(self) -> Look:
-        """Who leads, and for how long at least."""
+    def look(self, *, offers: bool = False) -> Look:
+        """Who leads, and for how long at least. `offers`: agents come to us; whoever leads and has
+        none may know."""
+
+    def offered(self) -> bool:
+        """Whether agents come to anybody else, by its last look."""
 
     def tail(self, after: int) -> tuple[tuple[int, str], ...]:
         """The entries after a seq, oldest first, each with its seq and its canonical JSON; at most

@@ -71,6 +71,9 @@ BRIEF_SECONDS_MAX = 2.0
 agents leave that have no pulse for 4 s. An append that was merely slow is found to have landed."""
 LOCK_SECONDS_MAX = 1.0
 """How long a write waits for the row. Nobody has it for longer but a write that is stuck itself."""
+OFFER_LOCK = 0x6B73206F_66666572
+"""The advisory lock's key, "ks offer" in ASCII. Whoever agents come to while another leads has it,
+all of them share it, and nobody waits for it. It is gone with its connection: a sign, no lease."""
 SETTINGS = {
     "connect_timeout": 5,
     "application_name": "keepstep",
@@ -115,7 +118,7 @@ class PostgresJournal:
         self._connection: Connection | None = None
         self._threads = ThreadPoolExecutor(1, "keepstep-journal")
         self._connecting: Future[Connection] | None = None
-        self._was_connected = False
+        self._was_connected = self._offers = False
         self._chains: _Chains | None = None
         self._led: Term | None = None
         """The term that we began last."""
@@ -145,12 +148,22 @@ class PostgresJournal:
         heads = {chain: hash_ for chain, (_, hash_) in chains.places.items() if chain != CLUSTER}
         return Standing(chains.term, chains.seq, chains.head, heads, self._lease, taken[1])
 
-    def look(self) -> Look:
+    def look(self, *, offers: bool = False) -> Look:
         with self._session(BRIEF_SECONDS_MAX) as connection:
+            if offers != self._offers:
+                connection.execute(sql.OFFER if offers else sql.TAKE_BACK, (OFFER_LOCK,))
+                self._offers = offers
             row = connection.execute(sql.LEASE).fetchone()
         assert row is not None, "the one row of the standing is there since the first migration"
         term, holder, seconds, seq, endpoint = row
         return Look(Term(term), seq, holder, endpoint, max(0.0, seconds))
+
+    def offered(self) -> bool:
+        try:
+            with self._session(BRIEF_SECONDS_MAX) as connection:
+                return connection.execute(sql.OFFERED, (OFFER_LOCK,)).fetchone() is not None
+        except Transient:
+            return False  # Nobody can be seen, and nobody could take over.
 
     def lease_line(self) -> LeaseLine:
         return LeaseLine(lambda: self._connect(migrate=False), self._psycopg.Error, self._lease)
@@ -382,7 +395,7 @@ class PostgresJournal:
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        self._connection = None
+        self._connection, self._offers = None, False
 
     def _read(self, url: str) -> dict[str, Any]:
         try:

@@ -42,6 +42,15 @@ SELECT term, holder, extract(epoch FROM
     seq, CASE WHEN endpoint_term = term THEN endpoint ELSE '' END
 FROM keepstep.standing
 """
+OFFER = "SELECT pg_advisory_lock_shared(%s)"
+TAKE_BACK = "SELECT pg_advisory_unlock_shared(%s)"
+OFFERED = """
+SELECT FROM pg_locks
+WHERE locktype = 'advisory' AND objsubid = 1 AND pid <> pg_backend_pid()
+    AND (classid::bigint << 32) + objid::bigint = %s
+    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+LIMIT 1
+"""
 PROLONG = """
 UPDATE keepstep.standing
 -- Not written_at: nothing is decided meanwhile, and whoever takes over has to know since when.

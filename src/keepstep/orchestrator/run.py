@@ -105,7 +105,7 @@ class Orchestrator:
         self._steps: list[Stepped] = []  # Not on disk yet.
         self._torn = False
         """A step failed half-way: the state has to be read from the journal before the next."""
-        self.leaving = Leaving()
+        self.leaving = Leaving(clock.monotonic())
         self._written_at, self._away = 0.0, False  # The journal, when we last tried to write.
         self._sent_away = False  # All agents, since it is away: none of them is connected.
         self._snapshots = Snapshots(config.snapshot_entries)
@@ -391,7 +391,8 @@ class Orchestrator:
             quiet = quiet_nodes(self._alive.last_heard, now, self._beat_seconds())
             await self._hear_witnesses(quiet, now)
             if self._standing.lease_seconds:
-                self.leaving.listen(self._alive.last_heard, self._streams, now)
+                excused = self._away or late > 0
+                self.leaving.listen(self._alive.last_heard, self._streams, now, excused=excused)
             await self._judge_silence(now)
             if now >= pulse_due:
                 pulse_due = now + self._config.pulse_seconds

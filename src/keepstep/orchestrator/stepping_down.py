@@ -2,8 +2,15 @@
 
 If it hears nobody while it can write, others may be nearer to the agents.
 Its network may be cut towards the nodes and not towards the database, and it would keep its lease
-for ever. So it lets go of it, once per silence: only streams that are open count, and the next
-leader has none. Agents that leave in good order close theirs.
+for ever. So it lets go of it:
+
+    its streams are open, and all are silent     at once, and once per silence: the next leader has
+                                                 none. Agents that leave in good order close theirs
+    it has no stream                             after a while, if agents come to somebody else
+
+Agents that find no leader go round all orchestrators, for ever. So one that follows knows whether
+they reach it, and says so (Knocks); where they reach nobody, or nobody else is there, to let go
+would be of no use. Should they come to all and stay with none, the turns get longer and longer.
 
 An agent that has seen a later term is the proof that the journal was put back, and so is one that
 has seen this very term and was never greeted by its leader: it was begun before, by another, whose
@@ -13,7 +20,8 @@ backup is a million terms old, and one node is heeded once a minute.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.errors import Alone, Behind, Permanent
@@ -31,6 +39,17 @@ OTHERS_SECONDS = 5.0
 """How long the others have to take the lease, before it is taken again."""
 TERMS_AHEAD_MAX = 1_000_000
 """Ten days of a new leader each second: a term beyond was never begun."""
+UNHEARD_SECONDS = 10.0
+"""Without a stream, before others may have the lease: longer than any way back to a leader. And
+between two times that a process lets go for it, the first time."""
+UNHEARD_SECONDS_MAX = 300.0
+"""The same, when it has not helped: they double up to here."""
+OFFERED_LOOK_SECONDS = 1.0
+"""Between two looks at who else is there."""
+KNOCK_SECONDS_MAX = 8.0
+"""Agents go round in less. Shorter than what a leader waits: it had nobody when they came."""
+SENT_ON_SECONDS = 2.0
+"""Whom we send to a leader is there by then, if it can be reached."""
 HEED_SECONDS = 60.0
 """Between two leaders that step down because of the same node's word."""
 
@@ -41,15 +60,47 @@ class Past:
 
     heeded: dict[NodeId, float] = field(default_factory=dict)
     """Nodes whose word made a leader step down, and when."""
+    let_go_at: float = -math.inf
+    """When one let go because no agent came."""
+    wait_seconds: float = UNHEARD_SECONDS
+    """So long after that the next one may."""
+
+    def let_go(self, now: float) -> None:
+        """Again, and soon: then it was of no use, and is worth less."""
+        soon = now < self.let_go_at + 4 * self.wait_seconds
+        longer = min(2 * self.wait_seconds, UNHEARD_SECONDS_MAX)
+        self.let_go_at, self.wait_seconds = now, longer if soon else UNHEARD_SECONDS
+
+
+@dataclass(slots=True)
+class Knocks:
+    """Agents that come to one who does not lead."""
+
+    first: float = math.inf
+    last: float = -math.inf
+
+    def hear(self, now: float) -> None:
+        self.first = self.first if self.come(now) else now
+        self.last = now
+
+    def come(self, now: float) -> bool:
+        return now <= self.last + KNOCK_SECONDS_MAX
+
+    def stay(self, now: float) -> bool:
+        """They still come, after they were sent to whoever leads."""
+        return self.come(now) and now >= self.first + SENT_ON_SECONDS
 
 
 class Leaving:
     """Whether one leader leaves, and why."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
         self.why: Permanent | None = None
         """Raised when what is under way is written."""
         self.past = Past()
+        self.offered: Callable[[], bool] = lambda: False
+        """Whether agents come to another who could lead: never, where nobody else is."""
+        self._heard_at = self._looked_at = now
 
     def heed(
         self, hello: Hello, term: Term, began_at_seq: int, now: float
@@ -61,10 +112,29 @@ class Leaving:
         return last_words(hello, term, began_at_seq)
 
     def listen(
-        self, last_heard: Mapping[NodeId, float], connected: Collection[NodeId], now: float
+        self,
+        last_heard: Mapping[NodeId, float],
+        connected: Collection[NodeId],
+        now: float,
+        *,
+        excused: bool,
     ) -> None:
-        """Leave if nobody is heard."""
-        self.why = self.why or hears_nobody(last_heard, connected, now)
+        """Leave if nobody is heard. `excused`: we know why, and it is no network."""
+        if connected or excused:
+            self._heard_at = now
+        self.why = self.why or hears_nobody(last_heard, connected, now) or self._unheard(now)
+
+    def _unheard(self, now: float) -> Alone | None:
+        past = self.past
+        due = max(self._heard_at + UNHEARD_SECONDS, past.let_go_at + past.wait_seconds)
+        if now < max(due, self._looked_at + OFFERED_LOOK_SECONDS):
+            return None
+        self._looked_at = now
+        if not self.offered():
+            return None
+        past.let_go(now)
+        silent = now - self._heard_at
+        return Alone(f"no agent came for {silent:.1f} s, and they come to another orchestrator")
 
 
 def hears_nobody(
