@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from keepstep import wire
 from keepstep.errors import Alone, Behind
-from keepstep.model import NodeId, Term
-from keepstep.orchestrator import events
+from keepstep.model import Generation, JobId, JobSpec, NodeId, Term
+from keepstep.orchestrator import brain, events, state
 from keepstep.orchestrator.stepping_down import (
     ALONE_SECONDS,
     HEED_SECONDS,
@@ -143,7 +145,7 @@ def test_who_was_greeted_in_this_term_may_know_it_and_who_knows_an_earlier_one_i
 def test_before_it_leaves_a_leader_writes_down_what_the_first_one_of_its_term_had_ordered():
     """Entries 101 to 103 of the first term 5 are gone, and others have their numbers by now."""
     leaving = Leaving(0.0)
-    word = leaving.heed(seen(5, seq=103), Term(5), 100, 0.0)
+    word = leaving.heed(seen(5, seq=103), of_term(5), 100, 0.0)
     assert isinstance(word, events.JournalBehind)
     assert (word.node, word.term_seen, word.first, word.seq_seen) == (A, 5, 101, 103)
     assert isinstance(leaving.why, Behind)
@@ -152,7 +154,23 @@ def test_before_it_leaves_a_leader_writes_down_what_the_first_one_of_its_term_ha
 
 def test_what_is_in_the_journal_of_a_term_begun_twice_is_no_gap():
     for told in (seen(5, seq=100), seen(6, seq=103)):  # The next leader tells of the second.
-        assert Leaving(0.0).heed(told, Term(5), 100, 0.0) == events.Tick()
+        assert Leaving(0.0).heed(told, of_term(5), 100, 0.0) == events.Tick()
+
+
+def test_and_nothing_of_jobs_that_are_none_of_that_nodes_business():
+    cluster = of_term(5)
+    brain.step(cluster, wire.Hello(B, "b", 1, 1, 2, "boot"), 0.0)
+    brain.step(cluster, events.Submitted(JobSpec(JobId("j"), "t.py")), 0.0)
+    told = replace(seen(5, seq=103), obeyed={"j": Generation(9), "unknown": Generation(1)})
+    word = Leaving(0.0).heed(told, cluster, 100, 0.0)
+    assert isinstance(word, events.JournalBehind)
+    assert word.obeyed == {"unknown": Generation(1)}
+
+
+def of_term(term: int) -> state.Cluster:
+    cluster = state.new_cluster("test")
+    brain.step(cluster, events.TermBegan(Term(term), seq=100), 0.0)
+    return cluster
 
 
 def test_one_node_deposes_one_leader_a_minute():

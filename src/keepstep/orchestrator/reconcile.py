@@ -17,6 +17,7 @@ state for whole that was not compared. Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from keepstep import belonging
 from keepstep.model import Generation, JobId, JobState, NodeId, Phase, Rank, Seat, Sign, Term
@@ -56,12 +57,18 @@ def gap(cluster: Cluster, term: Term, seq: int, hello: Hello) -> JournalBehind |
     if hello.seq_seen <= end or hello.seq_seen == cluster.ahead.get(hello.node):
         # Before its first order of this history a node says again what is written down already.
         return None
+    obeyed = believed(cluster, hello).obeyed
+    return JournalBehind(hello.node, hello.term_seen, hello.seq_seen, end + 1, obeyed)
+
+
+def believed(cluster: Cluster, hello: Hello) -> Hello:
+    """A node's word without jobs that are none of its business."""
     obeyed = {
         name: generation
         for name, generation in hello.obeyed.items()
         if (job := cluster.jobs.get(JobId(name))) is None or _belongs(cluster, job, hello)
     }
-    return JournalBehind(hello.node, hello.term_seen, hello.seq_seen, end + 1, obeyed)
+    return replace(hello, obeyed=obeyed)
 
 
 def behind(turn: Turn, event: JournalBehind) -> None:

@@ -473,8 +473,8 @@ class Orchestrator:
             return
         if of_another(hello, self.term, self._boots):
             # Either we are deposed and do not know it yet, or the journal has forgotten a term.
-            began = self.cluster.terms.get(self.term, self._standing.seq)
-            if word := self.leaving.heed(hello, self.term, began, self._clock.monotonic()):
+            seq, now = self._standing.seq, self._clock.monotonic()
+            if word := self.leaving.heed(hello, self.cluster, seq, now):
                 await self._inbox.put(Waiting(word))
             return
         # The token is checked and forgotten: it must not reach the journal.

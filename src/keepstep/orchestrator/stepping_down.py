@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from keepstep.errors import Alone, Behind, Permanent
 from keepstep.model import NodeId, Term
 from keepstep.orchestrator.events import JournalBehind, Tick
-from keepstep.orchestrator.reconcile import TERM_MAX
+from keepstep.orchestrator.reconcile import TERM_MAX, believed
+from keepstep.orchestrator.state import Cluster
 from keepstep.wire import Hello
 
 ALONE_SECONDS = 2.5
@@ -103,13 +104,15 @@ class Leaving:
         self._heard_at = self._looked_at = now
 
     def heed(
-        self, hello: Hello, term: Term, began_at_seq: int, now: float
+        self, hello: Hello, cluster: Cluster, seq: int, now: float
     ) -> JournalBehind | Tick | None:
         """What to write before we leave because of this agent; None: its word has had its turn."""
         if not heeds(self.past.heeded, hello.node, now):
             return None
         self.why = Behind(min(hello.term_seen, TERM_MAX))
-        return last_words(hello, term, began_at_seq)
+        return last_words(
+            believed(cluster, hello), cluster.term, cluster.terms.get(cluster.term, seq)
+        )
 
     def listen(
         self,
