@@ -116,7 +116,7 @@ class Target:
     def _populate(self) -> None:
         secret = {MARKER.upper(): MARKER}
         Client(self.url, self._other).submit(
-            JobSpec(JobId(MARKER), f"{MARKER}.py", (MARKER,), environment=secret, priority=3)
+            JobSpec(JobId(MARKER), f"{MARKER}.py", (MARKER,), environment=secret)
         )
         Client(self.url, self.callers["operator"]).submit(JobSpec(JobId(MINE), "mine.py"))
         deadline = time.monotonic() + SECONDS_MAX

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
+
+import pytest
 
 from keepstep import codec, wire
 from keepstep.model import JobId, JobSpec, NodeId, Sign
 from keepstep.orchestrator import access, api, events, pictures
 from keepstep.orchestrator.access import Rates, Sight
+from keepstep.orchestrator.http import BadRequest
 from keepstep.orchestrator.pictures import Pictures
 from keepstep.orchestrator.tokens import CLUSTER, Caller, Role
 from tests.unit.test_access import SECRET, Served, in_two_projects
@@ -131,23 +135,22 @@ async def test_a_jobs_launchers_share_its_answer_until_something_is_decided(made
 # --- what an answer costs -------------------------------------------------------------------------
 
 
-def test_a_costly_answer_leaves_fewer_requests_and_time_gives_them_back():
-    rates = Rates(10.0)
-    assert rates.allow("x", 0.0)
-    rates.charge("x", 3.0, 0.0)
-    assert not rates.allow("x", 0.0)
-    assert not rates.allow("x", 1.0)
-    assert rates.allow("y", 0.0)
-    assert rates.allow("x", 1.3)
-    rates.charge("z", 0.1, 0.0)
-    assert sum(rates.allow("z", 0.0) for _ in range(30)) == 20, "as much as any request may take"
+def test_costly_answers_are_paid_afterwards_and_time_gives_back():
+    costs = Rates(0.25, 4.0)
+    for _ in range(5):
+        assert not costs.used_up("x", 0.0), "somebody who looks around asks for several"
+        costs.charge("x", 0.9, 0.0)
+    assert costs.used_up("x", 0.0)
+    assert costs.used_up("x", 1.9)
+    assert not costs.used_up("y", 0.0)
+    assert not costs.used_up("x", 2.1)
 
 
 @in_two_projects
 async def test_what_is_played_on_a_copy_is_charged_by_its_cost(made: Served):
     path = "/v1/jobs/mine/policy?fault=rank:0"
     dry = {"ranks": [0], "dry_run": True}
-    with patch.object(api.time, "thread_time", itertools.count(0.0, 1.0).__next__):
+    with patch.object(api.time, "thread_time", itertools.count(0.0, 5.0).__next__):
         assert (await made.ask("viewera", "GET", path))[0] == 200
         assert (await made.ask("viewera", "GET", path))[0] == 429
         status, _ = await made.ask("operatora", "POST", "/v1/jobs/mine/migrate", dry)
@@ -155,6 +158,8 @@ async def test_what_is_played_on_a_copy_is_charged_by_its_cost(made: Served):
         assert (await made.ask("operatora", "POST", "/v1/jobs/mine/migrate", dry))[0] == 429
         for _ in range(3):
             assert (await made.ask("own", "GET", path))[0] == 200, "all the launchers have that one"
+        stopped, _ = await made.ask("operatora", "POST", "/v1/jobs/mine/stop", {})
+        assert stopped == 200, "what changes something is not refused for it"
 
 
 @in_two_projects
@@ -166,6 +171,8 @@ async def test_what_waits_for_a_decision_is_not_charged(made: Served):
 
 def test_the_clusters_own_token_is_not_charged():
     gate = access.Gate(tokens=None)  # type: ignore[arg-type]
-    gate.charge(Caller(CLUSTER, Role.ADMIN), 100.0)
-    gate.charge(Caller("x", Role.VIEWER), 100.0)
-    assert list(gate._rates._left) == ["x"]
+    for name in (CLUSTER, f"{CLUSTER}/alice", "x/alice"):
+        caller = Caller(name, Role.ADMIN)
+        gate.charge(caller, 100.0)
+        with pytest.raises(BadRequest) if name.startswith("x") else nullcontext():
+            gate.afford(caller)

@@ -85,3 +85,14 @@ def test_who_is_told_to_leave_leaves_whatever_failed_meanwhile():
             await running
 
     play(scene)
+
+
+def test_two_that_fail_beside_the_work_pass_for_no_signal():
+    async def scene(log: Log) -> None:
+        with pytest.raises(ValueError, match="one"):
+            await until_one_ends(log, forever(), fail(ValueError("one")), fail(KeyError("two")))
+        current = asyncio.current_task()
+        assert current is not None
+        assert current.cancelling() == 0
+
+    assert play(scene) == ["leader.failed fail"]

@@ -107,7 +107,7 @@ def test_no_role_but_admin_may_do_all_and_a_webhook_reads_nothing():
 
 
 def test_rates_hold_on_average_and_allow_a_burst():
-    rates = Rates(10.0)
+    rates = Rates(10.0, 20.0)
     assert [rates.allow("a", 0.0) for _ in range(21)] == [True] * 20 + [False]
     assert rates.allow("b", 0.0), "one caller's haste is not another's"
     assert [rates.allow("a", 0.1) for _ in range(2)] == [True, False]

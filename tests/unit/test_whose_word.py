@@ -171,3 +171,16 @@ def test_a_name_is_free_once_its_stream_was_closed_with_no_rank_behind_it():
     assert not admission.why_taken(hello, "", known(linked=False, uses={0: spare}))
     assert not admission.why_taken(hello, "", known(linked=False)), "a run that was over"
     assert admission.why_taken(hello, "old", known(linked=False)), "somebody is connected"
+
+
+def test_in_a_doubt_nobody_is_declared_dead_by_a_node_that_has_nothing_of_the_job():
+    cluster = running()
+    job = cluster.jobs[JOB]
+    gap = events.JournalBehind(NodeId("n1"), Term(0), 99, 9, {str(JOB): Generation(6)})
+    brain.step(cluster, gap, 1.5)
+    assert job.unsure is not None
+    before = job.unsure.dead
+    for sign in (Sign.EXIT, Sign.FINISHED, Sign.BROKEN):
+        lie = wire.Observed(STRANGER, JOB, sign, Rank(0), 99, Generation(6), 9, exit_code=-9)
+        assert not brain.step(cluster, lie, 2.0).changed
+    assert (job.unsure.dead, job.finished, job.broken_at) == (before, {}, -1.0)

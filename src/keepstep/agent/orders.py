@@ -355,11 +355,10 @@ class Orders:
         if order.generation > record.generation:
             record = replace(record, generation=order.generation, forwarded=())
         if membership is not None and membership.secret not in record.secrets:
-            record = replace(
-                record,
-                secrets=(*record.secrets, membership.secret)[-SECRETS_MAX:],
-                belongs=belonging.word(membership.secret, order.job, order.generation, self._node),
-            )
+            record = replace(record, secrets=(*record.secrets, membership.secret)[-SECRETS_MAX:])
+        if membership is not None and record.secrets[-1] == membership.secret:
+            word = belonging.word(membership.secret, order.job, order.generation, self._node)
+            record = replace(record, belongs=word)
         new = True
         if forward:
             text = codec.dumps(wire.to_plain(order)).decode()

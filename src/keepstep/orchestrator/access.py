@@ -43,6 +43,9 @@ STREAMS_PART = 4
 """One caller has this part of all streams of a kind at most: others want to listen too."""
 COST_SHARE_MAX = 0.25
 """Of the loop's time, what one caller's questions may take."""
+COST_SECONDS_FULL = 4.0
+"""So much of it at once: in the largest clusters a picture takes nearly a second, and somebody who
+looks around asks for several."""
 AGAIN_SECONDS = 1.0
 """Between two looks at whether a listener's token is still good."""
 CALLERS_MAX = 4096
@@ -62,7 +65,8 @@ class Gate:
         problem: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._tokens = tokens
-        self._rates = Rates(requests_per_second_max)
+        self._rates = Rates(requests_per_second_max, 2 * requests_per_second_max)
+        self._costs = Rates(COST_SHARE_MAX, COST_SECONDS_FULL)
         self._problem = problem
         self.streams = {EVENTS: Places(event_streams_max), EXPORT: Places(exports_max)}
 
@@ -105,13 +109,19 @@ class Gate:
         if why := refusal(route, caller):
             raise BadRequest(403, why, "ask with a token of another role; see docs/security.md")
         if not self._rates.allow(caller.name, time.monotonic()):
-            raise BadRequest(429, f"too many or too large requests of {caller.name}", "wait")
+            raise BadRequest(429, f"too many requests of {caller.name}", "wait")
+
+    def afford(self, caller: Caller) -> None:
+        """Raises BadRequest if this caller's questions have cost too much lately. What changes
+        something is not asked about: to stop a job is never refused for having looked at it."""
+        if self._costs.used_up(caller.token, time.monotonic()):
+            raise BadRequest(429, f"the answers to {caller.name} cost too much", "ask less often")
 
     def charge(self, caller: Caller, seconds: float) -> None:
-        """An answer took so much of the loop's time: fewer requests are left to this caller."""
+        """An answer took so much of the loop's time."""
         # Whoever has the cluster's own token runs it, and all the launchers may have that one.
-        if caller.name not in (CLUSTER, ""):
-            self._rates.charge(caller.name, seconds / COST_SHARE_MAX, time.monotonic())
+        if caller.token not in (CLUSTER, ""):
+            self._costs.charge(caller.token, seconds, time.monotonic())
 
 
 class Places:
@@ -126,7 +136,7 @@ class Places:
             return True
         # As above: one name, and many launchers.
         part = -(-self._most // STREAMS_PART)
-        return caller.name != CLUSTER and self.open[caller.name] >= part
+        return caller.token != CLUSTER and self.open[caller.token] >= part
 
     @contextmanager
     def taken(self, caller: Caller) -> Iterator[None]:
@@ -134,11 +144,11 @@ class Places:
         if self.full(caller):
             # Many were let in at the same instant, before the first of them was counted.
             raise Transient("too many streams at once", AGAIN_SECONDS)
-        self.open[caller.name] += 1
+        self.open[caller.token] += 1
         try:
             yield
         finally:
-            self.open[caller.name] -= 1
+            self.open[caller.token] -= 1
             self.open += Counter()  # Without those that have none left.
 
 
@@ -152,10 +162,10 @@ def refusal(route: Route, caller: Caller) -> str:
 
 
 class Rates:
-    """A bucket per caller: it fills at the rate, and holds two seconds of it."""
+    """A bucket per caller, that fills at the rate up to the full one."""
 
-    def __init__(self, per_second: float) -> None:
-        self._per_second = per_second
+    def __init__(self, per_second: float, full: float) -> None:
+        self._per_second, self._full = per_second, full
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def allow(self, caller: str, now: float) -> bool:
@@ -164,16 +174,18 @@ class Rates:
         self._keep(caller, left - 1 if allowed else left, now)
         return allowed
 
-    def charge(self, caller: str, seconds: float, now: float) -> None:
-        """Take what fills in so many seconds, but for the one that was taken at first. There may be
-        less: then nothing is left for longer, as what something costs is known only afterwards."""
-        more = max(0.0, seconds * self._per_second - 1)
-        self._keep(caller, self._filled(caller, now) - more, now)
+    def charge(self, caller: str, much: float, now: float) -> None:
+        """Take so much. There may be less: what something costs is known only afterwards."""
+        self._keep(caller, self._filled(caller, now) - much, now)
+
+    def used_up(self, caller: str, now: float) -> bool:
+        left = self._filled(caller, now)
+        self._keep(caller, left, now)
+        return left <= 0
 
     def _filled(self, caller: str, now: float) -> float:
-        full = 2 * self._per_second
-        left, at = self._left.pop(caller, (full, now))
-        return min(full, left + (now - at) * self._per_second)
+        left, at = self._left.pop(caller, (self._full, now))
+        return min(self._full, left + (now - at) * self._per_second)
 
     def _keep(self, caller: str, left: float, now: float) -> None:
         self._left[caller] = (left, now)

@@ -145,10 +145,12 @@ class Api:
         return await self._serve(route, Call(request, names, {}, caller or NOBODY))
 
     async def _serve(self, route: Route, call: Call) -> Reply:
-        began = time.thread_time()
+        began, asks = time.thread_time(), False
         try:
             if route.fields:
                 call = dataclasses.replace(call, body=read_fields(call.request, route.fields))
+            if asks := route.method == "GET" or bool(call.body.get("dry_run")):
+                self._gate.afford(call.caller)
             return await route.handler(self, call)
         except WireError as error:
             where = f"see {route.method} {route.path} in GET /v1/openapi.json"
@@ -159,7 +161,7 @@ class Api:
             raise BadRequest(503, told_to(call.caller, error), "ask who leads now") from error
         finally:
             # What waits for a decision is not measured: others are served meanwhile.
-            if route.method == "GET" or call.body.get("dry_run"):
+            if asks:
                 self._gate.charge(call.caller, time.thread_time() - began)
 
     def _sight(self, call: Call) -> Sight:

@@ -10,6 +10,10 @@ SELECT set_config('statement_timeout', '10s', false),
     set_config('lock_timeout', '5s', false),
     -- A write in doubt, or one of a stopped leader, must not keep the row locked.
     set_config('idle_in_transaction_session_timeout', '10s', false),
+    -- What a machine held that lost its power (an offer to lead) is gone soon after it.
+    set_config('tcp_keepalives_idle', '10', false),
+    set_config('tcp_keepalives_interval', '5', false),
+    set_config('tcp_keepalives_count', '3', false),
     set_config('default_transaction_isolation', 'read committed', false),
     -- An order leaves after its step is on disk; stricter settings of the server stay.
     set_config('synchronous_commit',

@@ -57,12 +57,15 @@ def hello(turn: Turn, event: Hello) -> None:
     state = cluster.nodes.get(event.node)
     if state is not None and state.alive and state.boot != event.boot:
         lose(turn, event.node, "it rebooted")
+    alone = suspicion.nobody_heard(cluster)
     returned = state is not None and not state.alive
     if state is not None and returned and not state.left:
         # Well from now on: its time without a fault begins.
         state.fault_at = turn.now
     moved_store = state is not None and state.store_port != event.store_port
     _register(turn, event, state)
+    if alone:
+        one_is_heard(turn)
     state = cluster.nodes[event.node]
     if state.boot == event.boot and moved_store and not returned:
         _store_moved(turn, state)
@@ -301,10 +304,25 @@ def _trains(cluster: Cluster, user: Occupant) -> bool:
 def heard(turn: Turn, state: NodeState) -> None:
     """A message from a node that was taken for silent: it is not."""
     if state.silent_at >= 0:
+        alone = suspicion.nobody_heard(turn.cluster)
         state.silent_at, state.doubted = -1.0, False
         if state.linked:
             turn.cluster.doubtful.pop(state.node, None)
         turn.note(f"node {state.node} is heard again")
+        if alone:
+            one_is_heard(turn)
+
+
+def one_is_heard(turn: Turn) -> None:
+    """Nobody was, and it was put down to ourselves: the others may be about to come as well."""
+    until = turn.now + suspicion.TERM_GRACE_SECONDS
+    for node in turn.cluster.doubtful:
+        state = turn.cluster.nodes[node]
+        turn.cluster.doubtful[node] = until
+        if state.silent_at >= 0:
+            state.silent_at = until
+        if not state.linked:
+            state.unlinked_at = until
 
 
 def tick(turn: Turn) -> None:

@@ -111,9 +111,10 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
             # What this agent has to tell besides comes behind its hello.
             late = turn.now + suspicion.TERM_GRACE_SECONDS - PATIENCE_SECONDS
             job.unsure.since = max(job.unsure.since, late)
-        elif facts:
-            _disbelieve(turn, job, state, facts)
-            facts = []
+        else:
+            if facts:
+                _disbelieve(turn, job, state, facts)
+            continue
         living = {(fact.rank, state.node, fact.incarnation) for fact in facts}
         job.unsure.dead = tuple(seat for seat in job.unsure.dead if _who(seat) not in living)
         job.unsure.claims[state.node] = tuple(
@@ -223,6 +224,10 @@ def heard(turn: Turn, job: Job, event: Message) -> None:
     """A message about a job in doubt: an end, and that it does not train, are remembered; the rest
     is told again later."""
     assert job.unsure is not None
+    if event.node not in job.unsure.claims:
+        # Those who belong to it have listed what they have, if it is nothing.
+        turn.ignore(f"message about {job.spec.job} ignored: {event.node} has nothing of it")
+        return
     match event:
         case Observed(sign=Sign.EXIT | Sign.EXCEPTION | Sign.FINISHED) if event.rank >= 0:
             _ended(turn, job, event)

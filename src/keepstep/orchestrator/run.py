@@ -59,6 +59,7 @@ from keepstep.orchestrator.stepped import (
     Told,
     Waiting,
     apart,
+    come,
     entry_of,
     next_of,
     records_of,
@@ -206,12 +207,12 @@ class Orchestrator:
     async def _work(self) -> None:
         while True:
             waiting = [await self._inbox.get()]
-            while len(waiting) < self._config.batch_events_max and not self._inbox.empty():
-                waiting.append(self._inbox.get_nowait())
+            waiting += come(self._inbox, self._config.batch_events_max - 1)
             try:
                 await self._until_written(waiting)
                 if self.leaving.why is not None:
-                    # The proof that we still lead: else we are deposed, and that is the reason.
+                    # What proves it may have come since; and do we still lead? Else it is that.
+                    await self._until_written(come(self._inbox, self._inbox.qsize()))
                     self._journal.append(self.term, self._standing.head, ())
                     raise self.leaving.why
             except Deposed as error:
@@ -262,11 +263,10 @@ class Orchestrator:
         return now
 
     def _expect_all(self) -> None:
-        """Nobody is connected. All that the cluster believes in are taken for heard a little later
-        than now: they have to find us first."""
+        """Nobody is connected, and all have to find us: as if they were heard a little later."""
         believed = [node.node for node in self.cluster.nodes.values() if node.alive]
         until = self._clock.monotonic() + suspicion.TERM_GRACE_SECONDS
-        self._alive.last_heard = dict.fromkeys(believed, until)
+        self._alive.last_heard = dict.fromkeys((*self._alive.last_heard, *believed), until)
 
     def _handle(self, waiting: Iterable[Waiting]) -> None:
         """Step events, write the steps together, let their orders out. As many as fit into a slice

@@ -63,6 +63,11 @@ class Stepped:
         return len(self.decision.counted) or int(to_be_kept(self.decision))
 
 
+def come(inbox: asyncio.Queue[Waiting], most: int) -> list[Waiting]:
+    """What has come, without waiting for more."""
+    return [inbox.get_nowait() for _ in range(min(most, inbox.qsize()))]
+
+
 def next_of(batch: deque[Waiting]) -> Waiting:
     """The next event. Reports of one job that wait next to each other are one event."""
     first = batch.popleft()

@@ -60,18 +60,20 @@ def doubted(turn: Turn) -> frozenset[NodeId]:
     Who fell silent with many others stays among them when the others come back, or are given up.
     """
     cluster = turn.cluster
-    for node in cluster.doubtful if _nobody_heard(cluster) else _crowd(cluster):
+    for node in _crowd(cluster):
         if not cluster.nodes[node].doubted:
             cluster.nodes[node].doubted, turn.touched = True, True
-    if led_lately(cluster, turn.now):
+    if led_lately(cluster, turn.now) or nobody_heard(cluster):
         return frozenset(cluster.doubtful)
     return frozenset(node for node in cluster.doubtful if cluster.nodes[node].doubted)
 
 
-def _nobody_heard(cluster: Cluster) -> bool:
-    """All the nodes that we believe in are silent: giving them up would end jobs that may train,
-    with no node left to go on with."""
-    return all(state.node in cluster.doubtful for state in _alive(cluster))
+def nobody_heard(cluster: Cluster) -> bool:
+    """The few nodes that we believe in are all silent: giving them up would end jobs that may
+    train, with no node left to go on with. Once one is heard, the others get time to come, too, and
+    are then as any that are silent (nodes.one_is_heard)."""
+    few = 0 < len(cluster.doubtful) < MASS_NODES_MIN
+    return few and all(state.node in cluster.doubtful for state in _alive(cluster))
 
 
 def too_many(cluster: Cluster, silent: int) -> bool:
@@ -210,9 +212,9 @@ def _too_long(cluster: Cluster, state: NodeState, silent_seconds: float) -> str:
     """Of a cluster so small that nobody is left to speak against them."""
     jobs = seated(cluster, state)
     held = max((cluster.jobs[job].spec.policy.hold_seconds_max for job in jobs), default=math.inf)
-    if silent_seconds < held or too_many(cluster, len(cluster.doubtful)):
+    if silent_seconds < held or not nobody_heard(cluster):
         return ""
-    return f"nobody has been heard for {held:g} s" if _nobody_heard(cluster) else ""
+    return f"nobody has been heard for {held:g} s"
 
 
 def _tainted_since(cluster: Cluster, node: NodeId, since: float) -> str:
@@ -278,8 +280,11 @@ def _sentence(cluster: Cluster, waiting: Collection[NodeId], now: float) -> str:
     share = f"{100 * number / max(alive, 1):.0f} % of nodes" if number > 1 else "a node"
     when = f"within {WINDOW_SECONDS:g} s"
     if led_lately(cluster, now):
-        when = f"within {LEADER_SECONDS:g} s of our taking the lead"
-    return f"{share} fell silent {when}: we suspect ourselves; waiting for second evidence"
+        when = f"within {LEADER_SECONDS:g} s of our taking the lead, or coming back"
+    what = f"{share} fell silent {when}"
+    if nobody_heard(cluster) and not led_lately(cluster, now):
+        what = "no node at all is heard"
+    return f"{what}: we suspect ourselves; waiting for second evidence"
 
 
 def excuses(turn: Turn, job: Job) -> bool:

@@ -44,7 +44,9 @@ async def until_one_ends(log: Log, work: Work, *beside: Work) -> None:
         await work
     except asyncio.CancelledError:
         # By one of those beside it; or by whoever wants us to leave, and that comes first.
-        if not ended or leader.uncancel() > 0:
+        for _ in ended:
+            leader.uncancel()
+        if not ended or leader.cancelling() > 0:
             raise
         _raise_end_of(log, ended[0])
     except FORESEEN:

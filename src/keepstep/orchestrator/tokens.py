@@ -64,6 +64,11 @@ class Caller:
     project: str = ""
     """Empty: all of them."""
 
+    @property
+    def token(self) -> str:
+        """The token's own name, without the operator who showed a certificate beside it."""
+        return self.name.partition("/")[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
