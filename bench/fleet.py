@@ -165,9 +165,10 @@ def _tell(asked: argparse.Namespace, earlier: Earlier, ran: Ran) -> int:
     # Of this run's code and machine only: earlier months may be of others.
     spent = [month.cpu_seconds for month in ran.months] or [0.0]
     failures = sum(month.failures for month in months)
+    fallbacks = sum(month.fallbacks for month in months)
     print(
         f"{len(months)} months of {asked.gpus:,} GPUs, {len(ran.months)} of them now, "
-        f"{failures:,} failures: {len(broken)} broken invariants; "
+        f"{failures:,} failures, {fallbacks:,} fallbacks: {len(broken)} broken invariants; "
         f"ETTR {100 * figures['ettr']:.2f} % beside {100 * figures['ettr_restart']:.2f} % "
         f"(medians); a month takes {statistics.median(spent):.1f} s of CPU, "
         f"at most {max(spent):.1f}"

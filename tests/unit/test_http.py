@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -272,3 +273,20 @@ def test_an_upgrade_hands_the_connection_over():
         assert answer.endswith(b"\r\n\r\nABC")
 
     served(upgrade, client)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_connection_that_comes_while_the_server_closes_is_ended_with_the_others(turns: int):
+    async def scene() -> None:
+        server = HttpServer(echo, connections_max=8)
+        port = await server.listen("127.0.0.1", 0)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await server.close()
+            await asyncio.sleep(0)
+            client.settimeout(1.0)
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(1) == b""
+
+    asyncio.run(scene())

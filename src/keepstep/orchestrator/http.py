@@ -16,6 +16,7 @@ import dataclasses
 import os
 import socket
 import ssl
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -36,6 +37,8 @@ ACCEPTED_AT_ONCE = 50
 """Connections that are let in before everybody else is served again: asyncio's `backlog`."""
 WAITING_MAX = 4096
 """Connections that the kernel keeps for us (at most net.core.somaxconn)."""
+ACCEPTED_STEPS = 4
+"""Turns of the loop from the kernel's list of connections to a task."""
 LINGER_SECONDS_MAX = 0.5
 """How long a refused client may take to read why."""
 PIECE_BYTES = 64 * 1024
@@ -175,6 +178,7 @@ class HttpServer:
         self._handler = handler
         self._connections_max = connections_max
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lines: weakref.WeakSet[Line] = weakref.WeakSet()
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int, secure: ssl.SSLContext | None = None) -> int:
@@ -189,7 +193,9 @@ class HttpServer:
 
         def line() -> Line:
             reader = asyncio.StreamReader(limit=HEAD_BYTES_MAX, loop=loop)
-            return Line(reader, self._connected, loop)
+            made = Line(reader, self._connected, loop)
+            self._lines.add(made)
+            return made
 
         self._server = await loop.create_server(
             line, host, port, backlog=ACCEPTED_AT_ONCE, ssl=secure, **bounds
@@ -203,8 +209,17 @@ class HttpServer:
 
     async def close(self) -> None:
         if self._server is not None:
+            # Those that were accepted in this very moment first become connections of ours: one
+            # that is half-way when the server closes is forgotten by asyncio, and stays open.
+            for listening in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            for _ in range(ACCEPTED_STEPS):
+                await asyncio.sleep(0)
             self._server.close()
         await self.cut()
+        for line in tuple(self._lines):
+            line.hang_up()  # Its task was ended before it ran.
+        await asyncio.sleep(0)
 
     async def cut(self) -> None:
         """End every connection; new ones are still taken."""

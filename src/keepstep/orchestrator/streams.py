@@ -62,6 +62,16 @@ class Line(asyncio.StreamReaderProtocol):
         super().__init__(reader, connected, loop=loop)
         self._listener: AgentStream | None = None
         self._other_side_ended = False
+        self._made: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._made = transport
+        super().connection_made(transport)
+
+    def hang_up(self) -> None:
+        """End the connection, whoever serves it, or if nobody has begun to."""
+        if isinstance(self._made, asyncio.WriteTransport):
+            self._made.abort()
 
     async def listen(self, listener: AgentStream, reader: asyncio.StreamReader) -> None:
         """From now on each piece goes to `listener`, and first what the reader has not given out.
