@@ -106,8 +106,7 @@ class OrchestratorConfig:
     when it changes. The cluster's own token (--token-file) may do everything in any case."""
     requests_per_second_max: float = 2000.0
     """Requests that one token may make, on average; twice as many at once. Beyond it: 429. All the
-    launchers of a large job share a token, and ask within a moment when something was decided. One
-    that takes long to answer counts as several."""
+    launchers of a large job share a token, and ask within a moment when something was decided."""
     event_streams_max: int = 4096
     """Clients of /v1/events at a time: one launcher per node of a job, `watch`, pages. Beyond it:
     429. Each holds a connection and a task."""

@@ -160,19 +160,25 @@ def test_too_many_connections_are_told_to_wait():
     served(echo, client, connections_max=1)
 
 
-def test_a_stream_ends_with_its_parts_and_its_source_is_closed_when_the_client_leaves():
-    closed = asyncio.Event()
+def endless(closed: asyncio.Event, seconds: float) -> Callable[[Request], Awaitable[Reply]]:
+    """A stream of events, so many seconds apart; `closed` tells that nobody makes them any more."""
 
     async def parts():
         try:
             while True:
                 yield b"data: 1\n\n"
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(seconds)
         finally:
             closed.set()
 
     async def stream(_: Request) -> Reply:
         return Streamed(parts(), "text/event-stream")
+
+    return stream
+
+
+def test_a_stream_ends_with_its_parts_and_its_source_is_closed_when_the_client_leaves():
+    closed = asyncio.Event()
 
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -181,33 +187,23 @@ def test_a_stream_ends_with_its_parts_and_its_source_is_closed_when_the_client_l
         await closed_for_good(writer)
         await closed.wait()
 
-    served(stream, client)
+    served(endless(closed, 0.01), client)
 
 
 def test_a_client_that_talks_on_while_it_listens_is_let_go():
     closed = asyncio.Event()
 
-    async def parts():
-        try:
-            yield b": connected\n\n"
-            await asyncio.Event().wait()
-        finally:
-            closed.set()
-
-    async def stream(_: Request) -> Reply:
-        return Streamed(parts(), "text/event-stream")
-
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        await reader.readuntil(b": connected\n\n")
+        await reader.readuntil(b"data: 1\n\n")
         writer.write(b"y" * http.HEAD_BYTES_MAX)
         await closed.wait()
         with contextlib.suppress(OSError):
             assert await reader.read() == b""
         await closed_for_good(writer)
 
-    served(stream, client)
+    served(endless(closed, 3600.0), client)
 
 
 class Keen:

@@ -100,9 +100,11 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
     """What one agent knows of the jobs in doubt; its word may be what brings one into doubt."""
     for name, generation in sorted(event.obeyed.items()):
         job = turn.cluster.jobs.get(JobId(name))
-        if job is None or job.state.over or not _belongs(turn.cluster, job, event):
+        if job is None or job.state.over:
             continue
-        if generation > job.promised or job.unsure is not None:
+        # Nearly always it knows no more than we do: then nobody looks through the seats for it.
+        later = generation > job.promised or job.unsure is not None
+        if later and _belongs(turn.cluster, job, event):
             _doubt(turn, job, generation, event.node)
     for job in _unsure(turn.cluster):
         assert job.unsure is not None
