@@ -4,7 +4,7 @@
     python -m bench run kills --arms checkpoint_restart:sync@5,keepstep --workload fsdp
     python -m bench compare A.json.gz B.json.gz
     python -m bench matrix [--list]
-    python -m bench table FILE… [--write README.md]
+    python -m bench table [FILE…] [--write README.md]
     python -m bench page FILE
 
 See docs/benchmarks.md.
@@ -55,7 +55,9 @@ def options() -> argparse.Namespace:
     compare.set_defaults(act=_compare)
 
     table = commands.add_parser("table", help="tables out of raw results")
-    table.add_argument("files", nargs="+", type=Path)
+    table.add_argument(
+        "files", nargs="*", type=Path, help="default: every raw result that is fit for it"
+    )
     table.add_argument(
         "--write", type=Path, metavar="DOCUMENT", help="put them between its markers"
     )
@@ -69,7 +71,8 @@ def options() -> argparse.Namespace:
 
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=0, help="default: 3; 1 if short")
-    parser.add_argument("--seconds", type=float, default=0.0, help="fault-free; default: 150")
+    parser.add_argument("--again", type=int, default=campaign.AGAIN, help="for disturbed runs")
+    parser.add_argument("--seconds", type=float, default=0.0, help="fault-free; default: 100")
     parser.add_argument("--short", action="store_true", help="about 25 s a run: a try-out")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--batch", type=int, default=BATCH, help=f"default: {BATCH} per rank")
@@ -79,24 +82,38 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    both = [tables.quietest([record.read(path)]) for path in (args.first, args.second)]
-    lines = tables.compared(*(tables.groups(results) for results, _ in both))
-    if any(left_out for _, left_out in both):
-        print(f"disturbed runs, left out: {' and '.join(str(n) for _, n in both)}")
+    both = [tables.groups([record.read(path)], True) for path in (args.first, args.second)]
+    lines = tables.compared(*both)
+    disturbed = [sum(group.runs - group.quiet for group in found) for found in both]
+    if any(disturbed):
+        print(f"disturbed runs, whose times are left out: {disturbed[0]} and {disturbed[1]}")
     print("\n".join(lines) or "they have no row in common")
     return 1 if any("DIFFERS" in line for line in lines) else 0 if lines else 2
 
 
 def _table(args: argparse.Namespace) -> int:
-    results = [record.read(path) for path in args.files]
+    files = args.files or fit_files()
+    results = [record.read(path) for path in files]
     if args.write is None:
         print(tables.terminal(tables.groups(results)))
         return 0
-    names_ = [f"bench/results/{path.name}" for path in args.files]
+    names_ = [f"bench/results/{path.name}" for path in files]
     text = args.write.read_text(encoding="utf-8")
     whole = tables.replaced(text, tables.markdown(results, names_))
     args.write.write_text(whole, encoding="utf-8")
     return 0
+
+
+def fit_files() -> list[Path]:
+    """All that there are, by a rule: nobody picks those that came out well."""
+    found = []
+    for path in sorted(record.RESULTS.glob("*.json.gz")):
+        if path.name.startswith(("run-", "matrix-")):
+            why = tables.why_unfit(record.read(path))
+            found += [] if why else [path]
+            if why:
+                print(f"{path.name}: left out: {why}", file=sys.stderr)
+    return found
 
 
 def _page(args: argparse.Namespace) -> int:

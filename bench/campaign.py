@@ -2,17 +2,20 @@
 
 The length of a workload's runs is settled first, by a short bare run: as many steps as the bare
 engine does in the wanted time. Then repetition after repetition every arm runs once, in an order
-that moves on by one each time, so that a machine that grows slower meets all arms alike.
+that is drawn each time, so that a machine that grows slower meets all arms alike. Arms whose runs
+were disturbed are run again at the end, with a bare run beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,44 +27,44 @@ from bench.harness import Limits, Run
 from bench.plan import Plan
 from keepstep.errors import ConfigError, KeepstepError, Permanent
 
-ARMS = "bare,keepstep,torchft,torchft:tuned,checkpoint_restart:sync@20,checkpoint_restart:async@20"
-INTERVALS = (5, 10, 20, 40, 80)
+RESTARTS = "checkpoint_restart:sync@20,checkpoint_restart:async@20"
+ARMS = f"bare,keepstep,torchft,torchft:tuned,{RESTARTS}"
+INTERVALS = (5, 20, 80)
 SWEEP = ",".join(f"checkpoint_restart:{m}@{n}" for m in ("sync", "async") for n in INTERVALS)
-"""Tables tell the best one of each mode: what it is depends on the workload and on the faults."""
-SECONDS, SHORT_SECONDS = 150.0, 25.0
+BEST, BEST_SYNC, BEST_ASYNC = "{best}", "{sync}", "{async}"
+"""In the matrix: what the sweep of the same workload found. Which interval is the best depends on
+the workload and on the faults, and only the best is a fair opponent."""
+SECONDS, SHORT_SECONDS = 100.0, 25.0
 REPEAT = 3
-CALIBRATION_STEPS = 24
+AGAIN = 1
+"""Repetitions more, of the arms whose runs were disturbed."""
+CALIBRATION_STEPS = 40
 INTERRUPTED, LOST = 130, 3
 """Exits: by hand; by trouble that no run can be made in, such as a host that is lost."""
 TROUBLE = (KeepstepError, OSError, subprocess.SubprocessError)
 START_SECONDS = 20.0
 """What an arm takes to start and to end, roughly: for the estimate."""
+SLOWER = {"bare": 1.0, "keepstep": 1.15, "torchft": 1.4, "checkpoint_restart": 2.2}
+"""How long an arm takes under faults, by the bare engine, roughly: for the estimate."""
 
+ALL = f"bare,keepstep,torchft,torchft:tuned,{BEST_SYNC},{BEST_ASYNC}"
+FEW = f"bare,keepstep,torchft:tuned,{BEST}"
+REST = ("clean", "single_kill", "llama3", "hangs", "slow_rank", "drain", "trace")
 MATRIX: tuple[tuple[tuple[str, ...], str, str, str, int], ...] = (
     # scenarios, workload, size, arms, repetitions
     (("kills",), "ddp", "3m", SWEEP, 1),
-    (("kills",), "ddp", "3m", ARMS, REPEAT),
-    (
-        ("clean", "single_kill", "llama3", "hangs", "slow_rank", "drain", "trace"),
-        "ddp",
-        "3m",
-        ARMS,
-        1,
-    ),
+    (("kills",), "ddp", "3m", ALL, REPEAT),
     (("kills",), "fsdp", "3m", SWEEP, 1),
-    (("kills",), "fsdp", "3m", ARMS, REPEAT),
-    (
-        ("clean", "single_kill", "llama3", "hangs", "slow_rank", "drain", "trace"),
-        "fsdp",
-        "3m",
-        ARMS,
-        1,
-    ),
-    (("single_kill", "kills"), "hsdp", "3m", ARMS, 1),
+    (("kills",), "fsdp", "3m", ALL, REPEAT),
+    (("single_kill", "kills"), "hsdp", "3m", ALL, 1),
     (("single_kill", "kills"), "zero1", "3m", "bare,keepstep", 1),
-    (("single_kill",), "ddp", "100m", ARMS, 1),
+    (REST, "ddp", "3m", FEW, 1),
+    (REST, "fsdp", "3m", FEW, 1),
+    (("single_kill",), "ddp", "100m", FEW, 1),
 )
 """What a release is judged by. The rates at which restarts matter are repeated, the rest is not."""
+SWEPT_AS = {"hsdp": "fsdp"}
+"""Workloads without a sweep of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,28 +84,53 @@ def run(args: argparse.Namespace) -> int:
         for name in args.scenarios
         for workload in args.workload.split(",")
     ]
-    return carry_out(jobs, args, "run")
+    return carry_out(jobs, args, "run").code
 
 
 def matrix(args: argparse.Namespace) -> int:
-    jobs = [
-        Job(name, workload, size, tuple(with_bare(arms)), repeat_of(args, usual))
-        for scenarios, workload, size, arms, usual in MATRIX
-        for name in scenarios
-    ]
+    worst, all_jobs, usually = 0, [], RESTARTS.split(",")
+    best: dict[str, list[str]] = {}
+    for scenarios, workload, size, arms, usual in MATRIX:
+        for name in scenarios:
+            job = Job(
+                name,
+                workload,
+                size,
+                tuple(with_bare(filled(arms, best.get(SWEPT_AS.get(workload, workload), usually)))),
+                repeat_of(args, usual),
+            )
+            all_jobs.append(job)
+            if args.list:
+                able = ", ".join(arm for arm in job.arms if not refusal(job, arm, args))
+                print(f"{job.scenario}, {job.workload} {job.size}, {job.repeat}x: {able}")
+                continue
+            # A file for each: a night's work is not lost with its last run.
+            done = carry_out([job], args, "matrix")
+            worst = max(worst, done.code)
+            if arms == SWEEP and done.file is not None:
+                best[workload] = best_of(record.read(done.file))
+            if worst in (INTERRUPTED, LOST):
+                return worst
     if args.list:
-        for job in jobs:
-            able = ", ".join(arm for arm in job.arms if not refusal(job, arm, args))
-            print(f"{job.scenario}, {job.workload} {job.size}, {job.repeat}x: {able}")
-        print(f"about {estimate(jobs, args) / 3600:.1f} hours, if nobody is much slower than bare")
-        return 0
-    worst = 0
-    for job in jobs:
-        # A file for each: a night's work is not lost with its last run.
-        worst = max(worst, carry_out([job], args, "matrix"))
-        if worst in (INTERRUPTED, LOST):
-            break
+        print("checkpoint_restart after its sweep: @20 stands for what that finds")
+        print(f"about {estimate(all_jobs, args) / 3600:.1f} hours, if the machine is quiet")
     return worst
+
+
+def filled(arms: str, best: Sequence[str]) -> str:
+    """With what the sweep found in the places that are kept for it; the best comes first."""
+    by_mode = {arm.partition("@")[0].partition(":")[2]: arm for arm in best}
+    found = arms.replace(BEST, best[0])
+    return found.replace(BEST_SYNC, by_mode["sync"]).replace(BEST_ASYNC, by_mode["async"])
+
+
+def best_of(swept: Mapping[str, Any]) -> list[str]:
+    """One of each way to save, the better one first. What was disturbed is better than nothing."""
+    found = [group for group in tables.groups([swept], True) if group.arm != "bare"]
+    if any(group.to_bare is None for group in found):
+        found = [group for group in tables.groups([swept]) if group.arm != "bare"]
+    mine, _ = tables.best_intervals(found)
+    return [group.arm for group in sorted(mine, key=tables.cost)]
 
 
 def with_bare(arms: str) -> list[str]:
@@ -111,9 +139,13 @@ def with_bare(arms: str) -> list[str]:
 
 
 def estimate(jobs: Sequence[Job], args: argparse.Namespace) -> float:
-    """Seconds. Arms that are struck take longer than the bare engine, say by a quarter."""
-    each = 1.25 * seconds_of(args) + START_SECONDS
-    return sum(job.repeat * each for job in jobs for arm in job.arms if not refusal(job, arm, args))
+    """Seconds."""
+    return sum(
+        job.repeat * (SLOWER.get(arm.partition(":")[0], 1.5) * seconds_of(args) + START_SECONDS)
+        for job in jobs
+        for arm in job.arms
+        if not refusal(job, arm, args)
+    )
 
 
 def refusal(job: Job, arm: str, args: argparse.Namespace) -> str:
@@ -155,7 +187,15 @@ def repeat_of(args: argparse.Namespace, usual: int = REPEAT) -> int:
     return int(args.repeat or (1 if args.short else usual))
 
 
-def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a command ended, and where its raw result is."""
+
+    code: int
+    file: Path | None = None
+
+
+def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> Done:
     seconds = seconds_of(args)
     print(f"machine {record.machine()}; about {estimate(jobs, args) / 60:.0f} min", flush=True)
     for job in jobs:
@@ -166,33 +206,40 @@ def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> int:
         if why:
             print(f"{workload}, {arm}: not run: {why}", flush=True)
     started = time.monotonic()
-    cases: list[dict[str, Any]] = []
+    path = None
     with rig.scratch("bench") as scratch:
         room = args.keep.resolve() if args.keep is not None else scratch
         bench = Campaign(args, room, seconds)
-        for job in jobs:
-            if not bench.ended:
-                cases += [bench.case(job)]
-    cases = [case for case in cases if case["repetitions"]]
-    if not cases:
+        try:
+            for job in jobs:
+                if not bench.ended:
+                    bench.case(job)
+        finally:
+            # Whatever ends it: the runs that are complete are kept.
+            if any(case["repetitions"] for case in bench.cases):
+                path = keep(bench, args, name, time.monotonic() - started)
+    if path is None:
         print("nothing was completed", flush=True)
-        return bench.ended or 2
-    kept = {
-        "short": bool(args.short),
-        "seconds": seconds,
-        "took_seconds": round(time.monotonic() - started),
-        "cases": cases,
-    }
-    path = record.keep(f"{name}-short" if args.short else name, kept)
+        return Done(bench.ended or 2)
     whole = record.read(path)
     out = page_of(path)
     out.write_text(page.page(whole, path.name), encoding="utf-8")
     found = tables.groups([whole])
     print(f"\n{tables.terminal(found)}\n")
     print(f"raw results: {path}\npage: {out}")
-    if bench.ended:
-        return bench.ended
-    return 0 if all(group.completed == group.runs for group in found) else 1
+    well = all(group.completed == group.runs for group in found)
+    return Done(bench.ended or (0 if well else 1), path)
+
+
+def keep(bench: Campaign, args: argparse.Namespace, name: str, took_seconds: float) -> Path:
+    kept = {
+        "measure": tables.MEASURE,
+        "short": bool(args.short),
+        "seconds": bench.seconds,
+        "took_seconds": round(took_seconds),
+        "cases": [case for case in bench.cases if case["repetitions"]],
+    }
+    return record.keep(f"{name}-short" if args.short else name, kept)
 
 
 def page_of(raw: Path) -> Path:
@@ -214,10 +261,11 @@ class Campaign:
         self._launch: launching.Launch = (
             launching.Ssh(str(ROOT), self._hosts) if self._hosts else launching.Local()
         )
+        self.cases: list[dict[str, Any]] = []
         self._number = 0
         self._steps: dict[tuple[str, str], tuple[int, float]] = {}
 
-    def case(self, job: Job) -> dict[str, Any]:
+    def case(self, job: Job) -> None:
         told, plan = scenario.read(job.scenario), plan_of(job, self._args)
         refused: dict[str, str] = {}
         for spec in job.arms:
@@ -225,33 +273,44 @@ class Campaign:
             if why := arm.refuses(plan):
                 refused[arm.name] = why
         able = [spec for spec in job.arms if load(spec).name not in refused]
-        repetitions: list[list[dict[str, Any]]] = []
-        step_seconds = 0.0
+        case: dict[str, Any] = {
+            "scenario": told.name,
+            "title": told.title,
+            "why": told.why,
+            "refused": refused,
+            "repetitions": [],
+        }
+        self.cases.append(case)
         try:
-            steps, step_seconds = self._settle(plan)
+            steps, case["bare_step_seconds"] = self._settle(plan)
             plan = replace(plan, steps=steps)
-            for number in range(job.repeat):
-                repetitions.append([])
-                # The order moves on: nobody always runs first, or behind the same neighbour.
-                for spec in able[number % len(able) :] + able[: number % len(able)]:
-                    one = self._run(spec, told, plan, f"{number + 1}/{job.repeat}")
-                    repetitions[-1].append(one)
+            case["plan"] = {**asdict(plan), "directory": ""}
+            for _ in range(job.repeat):
+                self._repeat(case, told, plan, able)
+            for _ in range(self._args.again):
+                due = [spec for spec in able if spec in disturbed(case, job.repeat)]
+                if not due:
+                    break
+                self._repeat(case, told, plan, list(dict.fromkeys(["bare", *due])))
         except (KeyboardInterrupt, SystemExit):
             self._end(INTERRUPTED, "interrupted")
         except TROUBLE as error:
             # A host that is lost, say: what it still runs would disturb those that come.
             self._end(LOST, str(error))
-        for runs in repetitions:
-            runs.sort(key=lambda run: able.index(run["spec"]))
-        return {
-            "scenario": told.name,
-            "title": told.title,
-            "why": told.why,
-            "plan": {**asdict(plan), "directory": ""},
-            "bare_step_seconds": step_seconds,
-            "refused": refused,
-            "repetitions": [runs for runs in repetitions if runs],
-        }
+
+    def _repeat(
+        self, case: dict[str, Any], told: scenario.Scenario, plan: Plan, specs: list[str]
+    ) -> None:
+        """Each of them once. The order is drawn: nobody is always first, or behind the same one."""
+        number = len(case["repetitions"]) + 1
+        runs: list[dict[str, Any]] = []
+        chance = random.Random(f"{plan.seed}/{told.name}/{plan.parallel}/{number}")
+        for spec in chance.sample(specs, len(specs)):
+            one = self._run(spec, told, plan, str(number))
+            if not runs:
+                case["repetitions"].append(runs)
+            runs.append(one)
+            runs.sort(key=lambda run: specs.index(run["spec"]))
 
     def _new_room(self, said: str) -> Path:
         """One that nobody had before: with --keep, earlier campaigns left theirs."""
@@ -285,11 +344,25 @@ class Campaign:
         plan = replace(plan, directory=str(self._new_room(said)))
         bar = Bar(f"{told.name} {plan.parallel} {repetition} {arm.name}")
         one = Run(arm, told, plan, self._launch)
-        result = one.go(Limits(self.seconds), bar.told)
+        _, step = self._steps.get((plan.parallel, plan.size), (0, 0.0))
+        result = one.go(Limits(plan.steps * step or self.seconds), bar.told)
         bar.close(result)
         if result["outcome"] == "completed" and self._args.keep is None:
             one.clear()
         return {"spec": spec, **result}
+
+
+def disturbed(case: Mapping[str, Any], wanted: int) -> set[str]:
+    """Arms with fewer quiet runs than were wanted. How those came out is not asked."""
+    quiet = Counter(
+        run["spec"] for run, bare in tables.pairs_of(case) if tables.is_quiet((run, bare))
+    )
+    return {
+        run["spec"]
+        for runs in case["repetitions"]
+        for run in runs
+        if run["arm"] != "bare" and quiet[run["spec"]] < wanted
+    }
 
 
 class Bar:

@@ -119,13 +119,21 @@ def _run(asked: argparse.Namespace, seeds: Iterator[int]) -> Ran:
                 )
                 for one in done:
                     ran.months.append(one.result())
-                    if broken := ran.months[-1].broken:
-                        # At once, and again at the end: there may be hours in between.
-                        print(f"seed {ran.months[-1].plan.seed}: {broken}", flush=True)
+                    _say(ran)
             except BrokenProcessPool as error:
                 # Whatever it was: the months that are complete are kept.
                 ran.lost = str(error)
                 return ran
+
+
+def _say(ran: Ran) -> None:
+    """Each month as it ends, a broken one with its reason: there may be hours to the end."""
+    month = ran.months[-1]
+    print(
+        f"{len(ran.months)}: seed {month.plan.seed}, {month.failures:,} failures, "
+        f"{month.cpu_seconds:.0f} s: {month.broken or 'holds'}",
+        flush=True,
+    )
 
 
 def _let_the_bench_decide() -> None:

@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,15 @@ class Follower:
         return max(mine, key=lambda start: start.at) if mine else None
 
 
+def unsound(found: truth.Truth, striker: Striker) -> str:
+    """Why a run that came to its end counts for nothing; "" if it does."""
+    if found.seconds is None:
+        return f"an end was written, and only {found.steps} steps are finished"
+    if striker.broken:
+        return f"strikes ended early: {striker.broken}"
+    return ""
+
+
 class Run:
     def __init__(self, arm: Arm, scenario: Scenario, plan: Plan, launch: Launch) -> None:
         self.arm, self.scenario, self.plan, self.launch = arm, scenario, plan, launch
@@ -112,42 +122,49 @@ class Run:
         self.plan.write()
         began = time.monotonic()
         moved, others, pace = 0, None, None
-        try:
-            watch.start()
-            self.arm.start(self.plan, self.launch)
-            outcome = self._wait_first(limits, told)
-            start_seconds = time.monotonic() - began
-            if not outcome:
-                watch.begin_counting()
-                striker.begin(self._zero())
-                outcome = self._wait_last(limits, told)
-                moved, others = watch.moved_bytes(), watch.others_share()
-                pace = watch.pace_seconds()
-                striker.stop()
+        left: list[int] = []
+        with ExitStack() as ends:
+            # Whatever fails on the way out, what is left behind is ended: it would disturb others.
+            ends.callback(lambda: left.append(self.launch.clear(self.plan.directory)))
+            for end in (self.arm.stop, watch.stop, striker.stop):
+                ends.callback(end)
+            try:
+                watch.start()
+                self.arm.start(self.plan, self.launch)
+                outcome = self._wait_first(limits, told)
+                start_seconds = time.monotonic() - began
                 if not outcome:
-                    self._wait_ends()
-        except KeepstepError as error:
-            outcome, start_seconds = f"{type(error).__name__}: {error}", time.monotonic() - began
-        finally:
-            striker.stop()
-            watch.stop()
-            self.arm.stop()
-            left = self.launch.clear(self.plan.directory)
+                    watch.begin_counting()
+                    striker.begin(self._zero())
+                    outcome = self._wait_last(limits, told)
+                    moved, others = watch.moved_bytes(), watch.others_share()
+                    pace = watch.pace_seconds()
+                    striker.stop()
+                    if not outcome:
+                        self._wait_ends()
+            except KeepstepError as error:
+                outcome = f"{type(error).__name__}: {error}"
+                start_seconds = time.monotonic() - began
         self._follower.look()
+        found = self._evaluate(striker)
+        outcome = outcome or unsound(found, striker)
         return {
             "arm": self.arm.name,
             "settings": self.arm.settings,
             "outcome": outcome or "completed",
             "start_seconds": round(start_seconds, 3),
+            "nominal_seconds": round(limits.nominal_seconds, 3),
+            "planned": [asdict(strike) for strike in strikes if struck],
             "strikes": striker.plain(),
             "striker_failed": striker.failed,
+            "starts": self._starts(),
             "memory_bytes_max": watch.memory_bytes_max,
             "moved_bytes": moved,
             "others_share": None if others is None else round(others, 4),
             "pace_seconds": None if pace is None else round(pace, 7),
-            "processes_left": left,
+            "processes_left": sum(left),
             "said": self._last_words() if outcome else {},
-            "truth": asdict(self._evaluate(striker)),
+            "truth": asdict(found),
             "lines": self._lines(),
         }
 
@@ -174,7 +191,7 @@ class Run:
         high, moved, asked = 0, time.monotonic(), 0.0
         while time.monotonic() < deadline:
             self._follower.look()
-            if self._follower.logs.ends:
+            if any(end.steps >= self.plan.steps for end in self._follower.logs.ends):
                 return ""
             now = time.monotonic()
             if self._follower.front > high:
@@ -202,8 +219,14 @@ class Run:
         logs = self._follower.logs
         windows = max((end.windows for end in logs.ends), default=0) or self._windows()
         order = Order(windows, self.plan.world, self.plan.batch, self.plan.seed)
-        struck = [done.at for done in striker.done if done.pid]
+        struck = sorted(done.at for done in striker.done if done.pid)
         return truth.evaluate(logs, truth.Asked(order, self.plan.steps), struck)
+
+    def _starts(self) -> list[list[Any]]:
+        """Rank, and seconds since the first start: more of them than ranks and strikes explain are
+        deaths that nobody meant."""
+        starts = sorted(self._follower.logs.starts, key=lambda start: start.at)
+        return [[start.rank, round(start.at - starts[0].at, 3)] for start in starts]
 
     def _windows(self) -> int:
         """If no rank came to its end, it is counted here."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -42,6 +43,13 @@ SSH_FAILED = 255
 class Host:
     name: str
     slots: int = 1
+
+
+def free_port() -> int:
+    """Free here, and most likely on other hosts."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Launch(Protocol):

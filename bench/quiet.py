@@ -14,6 +14,7 @@ us and makes us slow all the same: `pace` is what the same work costs now.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -34,6 +35,8 @@ class Look:
     """All that was not idle, or was kept from us."""
     own: float
     """What the watched processes had of it."""
+    stolen: float = 0.0
+    """What the machine's host kept from us: a part of what was taken."""
 
 
 def look(pids: Iterable[int]) -> Look:
@@ -41,7 +44,8 @@ def look(pids: Iterable[int]) -> Look:
         fields = [int(text) for text in file.readline().split()[1:9]]
     machine = sum(fields) / _TICKS_PER_SECOND
     idle = (fields[3] + fields[4]) / _TICKS_PER_SECOND
-    return Look(machine, machine - idle, sum(map(_had, pids)))
+    stolen = fields[7] / _TICKS_PER_SECOND
+    return Look(machine, machine - idle, sum(map(_had, pids)), stolen)
 
 
 def others(before: Look, after: Look) -> float:
@@ -49,6 +53,12 @@ def others(before: Look, after: Look) -> float:
     machine = after.machine - before.machine
     theirs = (after.taken - before.taken) - (after.own - before.own)
     return max(0.0, theirs / machine) if machine > 0 else 0.0
+
+
+def stolen(before: Look, after: Look) -> float:
+    """The share of the machine that its host kept from us."""
+    machine = after.machine - before.machine
+    return (after.stolen - before.stolen) / machine if machine > 0 else 0.0
 
 
 def busy(before: Look, after: Look) -> float:
@@ -67,12 +77,17 @@ def pace() -> float:
 
 
 def _had(pid: int) -> float:
-    """Seconds on a processor, over all threads that live."""
+    """Seconds on a processor: of threads that live to the nanosecond, or of all it ever had, to
+    the tick, if there were others."""
     nanoseconds = 0
     try:
+        # The name in it may hold anything, brackets too.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            nanoseconds += int((thread / "schedstat").read_text().split()[0])
+            with contextlib.suppress(OSError):
+                nanoseconds += int((thread / "schedstat").read_text().split()[0])
     except OSError:
         # It ended: what it had counts as others', which is on the safe side.
         return 0.0
-    return nanoseconds / 1e9
+    ticks = int(fields[11]) + int(fields[12])
+    return max(nanoseconds / 1e9, ticks / _TICKS_PER_SECOND)

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import keepstep
+from bench.launch import free_port
 from keepstep.agent.offspring import COMMON
 from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan, find_job
 from keepstep.errors import Permanent, Unreachable
@@ -258,9 +258,3 @@ def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         if process.poll() is None:
             process.kill()
         process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -10,7 +10,8 @@ takes longer meets more of them.
     [[strike]]   share of the nominal length, or seconds; kind; rank
     [every]      seconds, first_seconds, kind; ranks are drawn
     [mix]        mean_seconds between faults, exponential; kind = weight; ranks are drawn
-    [trace]      time_scale; [[trace.event]] seconds, kind, rank
+    [trace]      length_seconds, laid over the length of the run, or time_scale;
+                 [[trace.event]] seconds, kind, rank
 
 Kinds: kill (SIGKILL), hang (SIGSTOP; an operator kills it later), slow (stopped in slices), drain.
 """
@@ -105,7 +106,7 @@ def schedule(
         *_single(scenario, nominal_seconds),
         *_regular(scenario, world, horizon_seconds),
         *_mixed(scenario, world, horizon_seconds),
-        *_traced(scenario),
+        *_traced(scenario, nominal_seconds),
     ]
     for strike in found:
         if strike.kind not in KINDS:
@@ -159,8 +160,14 @@ def _mixed(scenario: Scenario, world: int, horizon: float) -> list[Strike]:
     return found
 
 
-def _traced(scenario: Scenario) -> list[Strike]:
+def _traced(scenario: Scenario, nominal_seconds: float) -> list[Strike]:
     scale = float(scenario.trace.get("time_scale", 1.0))
+    if "length_seconds" in scenario.trace:
+        if "time_scale" in scenario.trace or float(scenario.trace["length_seconds"]) <= 0:
+            raise ConfigError(
+                f"scenario {scenario.name}: trace has length_seconds of more than 0, or time_scale"
+            )
+        scale = nominal_seconds / float(scenario.trace["length_seconds"])
     return [
         Strike(float(e["seconds"]) * scale, str(e["kind"]), int(e["rank"]))
         for e in scenario.trace.get("event", ())

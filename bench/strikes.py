@@ -67,6 +67,9 @@ class Striker(threading.Thread):
         super().__init__(name="striker", daemon=True)
         self.done: list[Done] = []
         self.failed = ""
+        """What a system or a helper refused."""
+        self.broken = ""
+        """Why there are no more strikes, though they were due: the run says nothing."""
         self._scenario, self._schedule = scenario, list(schedule)
         self._arm, self._ground = arm, ground
         self._launch, self._victim = ground.launch, ground.victim
@@ -74,6 +77,10 @@ class Striker(threading.Thread):
         self._over = threading.Event()
         self._stopped: list[tuple[float, Start]] = []
         """Whom an operator kills, and when."""
+        self._beside: list[threading.Thread] = []
+        """Slow ranks take their time: the next strike does not wait for that."""
+        self._slowing: dict[int, subprocess.Popen[bytes]] = {}
+        """By the victim's pid."""
 
     def begin(self, zero: float) -> None:
         self._zero = zero
@@ -81,36 +88,51 @@ class Striker(threading.Thread):
 
     def stop(self) -> None:
         self._over.set()
-        if self.is_alive():
-            self.join(10.0)
+        for thread in (self, *self._beside):
+            if thread.is_alive():
+                thread.join(10.0)
 
     def plain(self) -> list[dict[str, Any]]:
-        return [asdict(done) for done in self.done]
+        return [asdict(done) for done in sorted(self.done, key=lambda done: done.at)]
 
     def run(self) -> None:
+        # Whatever ends it before its time: without its strikes a run looks good, and is not.
+        self.broken = "an error of its own, see the terminal"
         try:
-            for number, strike in enumerate(self._schedule):
-                later = self._schedule[number + 1 :]
-                due = self._zero + strike.at
-                until = self._zero + later[0].at if later else due + 60.0
-                if not self._sleep_until(due):
-                    return
-                try:
-                    self._carry_out(strike, until)
-                except KeepstepError as error:
-                    # The system refused; that is part of the result, and the next one comes.
-                    self.failed += f"{strike.kind} of rank {strike.rank}: {error}; "
-            while not self._over.is_set():
-                self._sleep_until(self._launch.now() + 1.0)
+            self._strike_until_over()
         except (OSError, subprocess.SubprocessError) as error:
-            self.failed += f"{type(error).__name__}: {error}"
+            self.broken = f"{type(error).__name__}: {error}"
+        else:
+            self.broken = ""
+
+    def _strike_until_over(self) -> None:
+        for number, strike in enumerate(self._schedule):
+            later = self._schedule[number + 1 :]
+            due = self._zero + strike.at
+            until = self._zero + later[0].at if later else due + 60.0
+            if not self._sleep_until(due):
+                return
+            self._carry_out(strike, until)
+        while not self._over.is_set():
+            self._sleep_until(self._launch.now() + 1.0)
 
     def _carry_out(self, strike: Strike, until: float) -> None:
         victim = self._living(strike.rank, until)
         now = self._launch.now()
+        if strike.kind != "slow":
+            self._hit(strike, victim, now)
+            return
+        beside = threading.Thread(target=self._hit, args=(strike, victim, now), daemon=True)
+        self._beside.append(beside)
+        beside.start()
+
+    def _hit(self, strike: Strike, victim: Start | None, now: float) -> None:
         hit = False
         try:
             hit = victim is not None and self._strike(strike.kind, victim, now)
+        except KeepstepError as error:
+            # The system refused; that is part of the result, and the next one comes.
+            self.failed += f"{strike.kind} of rank {strike.rank}: {error}; "
         finally:
             pid = victim.pid if hit and victim is not None else 0
             self.done.append(Done(now, strike.at, strike.kind, strike.rank, pid))
@@ -123,6 +145,9 @@ class Striker(threading.Thread):
             case "hang":
                 due = (now + self._scenario.operator_seconds, victim)
                 self._stopped.append(due)
+                if (slowing := self._slowing.get(victim.pid)) is not None:
+                    # It would wake whom this one stops.
+                    _exit_of(slowing)
                 hit = self._launch.signal(victim.host, victim.pid, signal.SIGSTOP)
                 if not hit:
                     self._stopped.remove(due)
@@ -141,9 +166,10 @@ class Striker(threading.Thread):
         command += [str(seconds), str(self._scenario.stopped_share)]
         around = {"PYTHONPATH": python_path(ROOT)}
         slowing = self._launch.start(victim.host, command, around, self._ground.log)
+        self._slowing[victim.pid] = slowing
         began = self._launch.now()
         while slowing.poll() is None and self._launch.now() < began + seconds + END_SECONDS_MAX:
-            if not self._sleep_until(self._launch.now() + LOOK_SECONDS):
+            if self._over.wait(LOOK_SECONDS):
                 break
         code = _exit_of(slowing)
         if code in (0, NOBODY):

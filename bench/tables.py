@@ -2,12 +2,18 @@
 
 A *group* is all repetitions of one arm under one scenario with one workload. Its figures are
 medians with the smallest and the largest value beside them: with three to five repetitions nothing
-finer would be honest. Ratios are taken within a repetition, against its own bare run.
+finer would be honest. Ratios are taken against the bare run of the same repetition, or, if the
+machine was another by then, against the one of the same case in which it was most alike.
+
+A run is *quiet* if little of the machine went to others, in its bare run too, and the same work
+cost the same in both. Only quiet runs tell times. What a system did to steps, samples and weights
+is told of all runs: noise excuses no wrong bit.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,15 +21,24 @@ from typing import Any
 from bench import figures
 from bench.plan import BATCH
 
-OTHERS_MAX = 0.10
-"""Above this a run is called disturbed. It is told, never left out."""
-PACE_OFF_MAX = 0.10
-"""So is one in which the same work cost more, or less, than in its bare run."""
+MEASURE = 2
+"""Raised when a figure means something else than before. 2: who is away does not hold up the end of
+a step, neighbouring pauses are told apart, starts are kept."""
+OTHERS_MAX, OTHERS_OFF_MAX = 0.10, 0.05
+"""Above the first a run is called disturbed; so is one in which others took that much more than in
+its bare run, or less."""
+PACE_OFF_MAX = 0.05
+"""So is one in which the same work cost more, or less, than in its bare run; or nobody knows."""
 SAMPLES = ", batch "
 """Behind the workload's name where it is not the usual one: nor are those mixed."""
 SHORT = ", short runs"
 """Behind the workload's name: what a try-out says is never mixed with measurements."""
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+
+Run = Mapping[str, Any]
+Pair = tuple[Run, Run | None]
+"""A run, and the bare one that it is measured by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,14 @@ class Group:
     memory_gib: Spread | None
     moved_gib: Spread | None
     start_seconds: Spread | None
-    strikes: int
+    strikes: Spread | None
+    """Per run: those that hit somebody."""
+    again_share: Spread | None
+    """Finished steps that were computed again, by all steps of the run."""
+    lost_share: Spread | None
+    """Samples of the run that are not in the model."""
+    quiet: int
+    """How many of the runs were."""
     others: Spread | None
     """The share of the machine that went to others meanwhile."""
     slower: Spread | None
@@ -95,26 +117,70 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(figures.median(known), min(known), max(known), len(known))
 
 
-def groups(results: Sequence[Mapping[str, Any]]) -> list[Group]:
-    """Of one or several raw results; arms in the order in which they were first run."""
-    rows: dict[tuple[str, str, str], list[tuple[Mapping[str, Any], Mapping[str, Any] | None]]] = {}
+def groups(results: Sequence[Mapping[str, Any]], only_quiet: bool = False) -> list[Group]:
+    """Of one or several raw results; arms in the order in which they were first run.
+
+    `only_quiet`: times are those of quiet runs, and of nobody if there were none.
+    """
+    rows: dict[tuple[str, str, str], list[Pair]] = {}
     refused: dict[tuple[str, str, str], str] = {}
     for result in results:
         for case in result["cases"]:
             workload = workload_name(result, case)
-            for repetition in case["repetitions"]:
-                bare = next((run for run in repetition if run["arm"] == "bare"), None)
-                for run in repetition:
-                    key = (case["scenario"], workload, run["arm"])
-                    rows.setdefault(key, []).append((run, bare))
+            for run, bare in pairs_of(case):
+                rows.setdefault((case["scenario"], workload, run["arm"]), []).append((run, bare))
             for arm, why in case["refused"].items():
                 refused[case["scenario"], workload, arm] = why
-    found = [_group(*key, pairs) for key, pairs in rows.items()]
-    found += [_refused(*key, why) for key, why in refused.items() if key not in rows]
+    found = [_group(key, pairs, only_quiet) for key, pairs in rows.items()]
+    found += [
+        replace(_group(key, (), only_quiet), refused=why)
+        for key, why in refused.items()
+        if key not in rows
+    ]
     order = {
         key: at for at, key in enumerate(dict.fromkeys((g.scenario, g.workload) for g in found))
     }
     return sorted(found, key=lambda g: order[g.scenario, g.workload])
+
+
+def pairs_of(case: Mapping[str, Any]) -> Iterator[Pair]:
+    """Each run with the bare one that it is measured by."""
+    bares = [run for runs in case["repetitions"] for run in runs if run["arm"] == "bare"]
+    for runs in case["repetitions"]:
+        own = next((run for run in runs if run["arm"] == "bare"), None)
+        for run in runs:
+            if run["arm"] == "bare" or is_quiet((run, own)):
+                yield run, own
+                continue
+            alike = [bare for bare in bares if is_quiet((run, bare))]
+            yield run, min(alike, key=lambda bare, run=run: _apart(run, bare), default=own)
+
+
+def _apart(run: Run, bare: Run) -> float:
+    ratio = slower(run, bare)
+    return math.inf if ratio is None else abs(math.log(ratio))
+
+
+def is_quiet(pair: Pair) -> bool:
+    """What others took and how fast the machine was decides it, never how the run came out."""
+    run, bare = pair
+    if bare is None or not (took_little(run) and took_little(bare)):
+        return False
+    if abs(run["others_share"] - bare["others_share"]) > OTHERS_OFF_MAX:
+        return False
+    ratio = slower(run, bare)
+    return ratio is not None and 1 / (1 + PACE_OFF_MAX) <= ratio <= 1 + PACE_OFF_MAX
+
+
+def took_little(run: Run) -> bool:
+    share = run.get("others_share")
+    return share is not None and share <= OTHERS_MAX
+
+
+def slower(run: Run, bare: Run | None) -> float | None:
+    """By how much the machine was slower than for the bare run."""
+    mine, its = run.get("pace_seconds"), (bare or {}).get("pace_seconds")
+    return mine / its if mine and its else None
 
 
 def workload_name(result: Mapping[str, Any], case: Mapping[str, Any]) -> str:
@@ -131,74 +197,64 @@ def spoken(workload: str) -> str:
     return f"{name} ranks{apart}{batch}{short}"
 
 
-def _group(
-    scenario: str,
-    workload: str,
-    arm: str,
-    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None]],
-) -> Group:
+def _group(key: tuple[str, str, str], pairs: Sequence[Pair], only_quiet: bool) -> Group:
     runs = [run for run, _ in pairs]
     bad = [run["outcome"] for run in runs if run["outcome"] != "completed"]
-    ratios, goods, steps, same = [], [], [], set()
-    for run, bare in pairs:
-        if bare is None or bare["truth"]["seconds"] is None:
-            continue
-        mine, its = run["truth"], bare["truth"]
-        if mine["step_seconds"]:
-            steps.append(mine["step_seconds"] / its["step_seconds"])
-        if mine["seconds"] is None:
-            continue
-        ratios.append(mine["seconds"] / its["seconds"])
-        goods.append((1 - mine["lost"] / mine["samples"]) * its["seconds"] / mine["seconds"])
-        same.add(_same(mine["digests"], its["digests"]))
+    quiet = [pair for pair in pairs if is_quiet(pair)]
+    timed = quiet if only_quiet else pairs
+    done = [run["truth"] for run in runs if run["outcome"] == "completed"]
     truths = [run["truth"] for run in runs]
+    same = {
+        _same(run["truth"]["digests"], bare["truth"]["digests"])
+        for run, bare in pairs
+        if bare is not None and run["outcome"] == "completed"
+    }
     return Group(
-        scenario,
-        workload,
-        arm,
+        *key,
         len(runs),
         len(runs) - len(bad),
         bad[0] if bad else "",
-        spread(t["seconds"] for t in truths),
-        spread(ratios),
-        spread(goods),
-        spread(steps),
+        spread(run["truth"]["seconds"] for run, _ in timed),
+        spread(_to_bare(*pair) for pair in timed),
+        spread(_goodput(*pair) for pair in timed),
+        spread(_step_ratio(*pair) for pair in timed),
         spread(t["recomputed"] for t in truths),
-        spread(t["lost"] for t in truths if t["seconds"] is not None),
+        spread(t["lost"] for t in done),
         spread(t["doubled"] for t in truths),
         spread(t["foreign"] for t in truths),
-        tuple(p for t in truths for p in t["pauses"]),
+        tuple(p for run, _ in timed for p in run["truth"]["pauses"]),
         spread(t["loss"] for t in truths),
         next((word for word in ("no", "-", "yes") if word in same), "-"),
         spread(run["memory_bytes_max"] / 2**30 for run in runs),
         spread(run["moved_bytes"] / 2**30 for run in runs),
         spread(run["start_seconds"] for run in runs),
-        sum(1 for run in runs for s in run["strikes"] if s["pid"]),
+        spread(sum(1 for s in run["strikes"] if s["pid"]) for run in runs),
+        spread(t["recomputed"] / t["steps"] for t in done),
+        spread(t["lost"] / t["samples"] for t in done),
+        len(quiet),
         spread(run.get("others_share") for run in runs),
         spread(slower(run, bare) for run, bare in pairs),
         tuple(_notes(pairs)),
     )
 
 
-def slower(run: Mapping[str, Any], bare: Mapping[str, Any] | None) -> float | None:
-    """By how much the machine was slower than for the bare run of the same repetition."""
-    mine, its = run.get("pace_seconds"), (bare or {}).get("pace_seconds")
+def _to_bare(run: Run, bare: Run | None) -> float | None:
+    mine, its = run["truth"]["seconds"], bare and bare["truth"]["seconds"]
     return mine / its if mine and its else None
 
 
-def same_pace(run: Mapping[str, Any], bare: Mapping[str, Any] | None) -> bool:
-    """As far as it is known: earlier results do not tell."""
-    ratio = slower(run, bare)
-    return ratio is None or _even(ratio)
+def _goodput(run: Run, bare: Run | None) -> float | None:
+    ratio = _to_bare(run, bare)
+    found = run["truth"]
+    return (1 - found["lost"] / found["samples"]) / ratio if ratio else None
 
 
-def _even(ratio: float) -> bool:
-    return 1 / (1 + PACE_OFF_MAX) <= ratio <= 1 + PACE_OFF_MAX
+def _step_ratio(run: Run, bare: Run | None) -> float | None:
+    mine, its = run["truth"]["step_seconds"], bare and bare["truth"]["step_seconds"]
+    return mine / its if mine and its else None
 
 
-def _notes(
-    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None]],
-) -> Iterator[str]:
+def _notes(pairs: Sequence[Pair]) -> Iterator[str]:
     runs = [run for run, _ in pairs]
     differ = sum(run["truth"]["disagreements"] for run in runs)
     if differ:
@@ -206,17 +262,29 @@ def _notes(
     nobody = sum(1 for run in runs for strike in run["strikes"] if not strike["pid"])
     if nobody:
         yield f"{nobody} strikes found nobody"
-    disturbed = sum(1 for run in runs if (run.get("others_share") or 0.0) > OTHERS_MAX)
-    if disturbed:
-        yield f"others took more than {OTHERS_MAX:.0%} of the machine in {disturbed} of its runs"
-    uneven = sum(1 for run, bare in pairs if not same_pace(run, bare))
-    if uneven:
-        yield f"the machine was faster or slower than for the bare run in {uneven} of its runs"
+    missed = sum(map(missed_strikes, runs))
+    if missed:
+        yield f"it was through before {missed} strikes that others met"
+    deaths = sum(map(unmeant_starts, runs))
+    if deaths:
+        yield f"ranks were started {deaths} times more than strikes explain"
     yield from (run["striker_failed"] for run in runs if run.get("striker_failed"))
 
 
-def _refused(scenario: str, workload: str, arm: str, why: str) -> Group:
-    return replace(_group(scenario, workload, arm, ()), refused=why)
+def missed_strikes(run: Run) -> int:
+    """Of those within the length of the fault-free run. Later ones only who is slow meets."""
+    if run["outcome"] != "completed":
+        return 0
+    wanted = [s for s in run.get("planned", ()) if s["at"] <= run["nominal_seconds"]]
+    return max(0, len(wanted) - len(run["strikes"]))
+
+
+def unmeant_starts(run: Run) -> int:
+    """A strike starts each rank once at most, however a system goes about it. More are deaths that
+    nobody meant, and that nobody would see otherwise."""
+    strikes = sum(1 for strike in run["strikes"] if strike["pid"])
+    times = Counter(rank for rank, _ in run.get("starts", ()))
+    return sum(max(0, count - 1 - strikes) for count in times.values())
 
 
 def _same(mine: Mapping[str, str], its: Mapping[str, str]) -> str:
@@ -235,6 +303,7 @@ COLUMNS = (
     ("seconds", "seconds"),
     ("to_bare", "x bare"),
     ("goodput", "goodput"),
+    ("strikes", "strikes"),
     ("pause", "pause p50/p95/max s"),
     ("recomputed", "recomp."),
     ("lost", "lost"),
@@ -261,6 +330,9 @@ def cells(group: Group) -> dict[str, str]:
         "to_bare": told(group.to_bare, 3),
         "goodput": told(group.goodput, 3),
         "pause": group.pause_text,
+        "strikes": told(group.strikes, 0),
+        "again_share": _percent(group.again_share),
+        "lost_share": _percent(group.lost_share),
         "recomputed": told(group.recomputed, 0),
         "lost": told(group.lost, 0)
         + (f" +{group.foreign.text(0)}?" if group.foreign and group.foreign.high else ""),
@@ -276,6 +348,17 @@ def cells(group: Group) -> dict[str, str]:
     }
 
 
+def _percent(share: Spread | None) -> str:
+    """Nothing at all is told as such, and never the rounding of a little."""
+    if share is None:
+        return "-"
+    if not share.high:
+        return "0"
+    return replace(
+        share, middle=100 * share.middle, low=100 * share.low, high=100 * share.high
+    ).text(2, " %")
+
+
 def terminal(found: Sequence[Group]) -> str:
     """One table per scenario and workload."""
     parts = []
@@ -288,21 +371,37 @@ def terminal(found: Sequence[Group]) -> str:
         lines += [f"{g.arm}: not run: {g.refused}" for g in mine if g.refused]
         lines += [f"{g.arm}: failed: {g.outcome}" for g in mine if g.outcome]
         lines += [f"{g.arm}: {note}" for g in mine for note in g.notes]
+        lines += [
+            f"{g.arm}: {g.runs - g.quiet} of {g.runs} runs {UNQUIET}"
+            for g in mine
+            if g.runs > g.quiet
+        ]
         parts.append("\n".join(line.rstrip() for line in lines))
     return "\n\n".join(parts)
 
 
-README_COLUMNS = ("arm", "done", "to_bare", "goodput", "pause", "recomputed", "lost", "same")
+README_COLUMNS = (
+    *("arm", "done", "strikes", "to_bare", "goodput", "pause"),
+    *("again_share", "lost_share", "same", "start", "memory"),
+)
 README_HEADS = {
     "arm": "system",
-    "done": "runs completed",
+    "done": "runs completed (quiet)",
+    "strikes": "strikes met",
     "to_bare": "time, by the bare engine without faults",
     "goodput": "goodput",
     "pause": "pause p50 / p95 / max, s",
-    "recomputed": "finished steps computed again",
-    "lost": "samples lost",
+    "again_share": "finished steps computed again",
+    "lost_share": "samples lost",
     "same": "weights equal those of the bare engine",
+    "start": "start, s",
+    "memory": "memory, GiB",
 }
+
+
+def cost(group: Group) -> tuple[bool, float]:
+    """For finding the best of several."""
+    return bool(group.outcome), group.to_bare.middle if group.to_bare else math.inf
 
 
 def best_intervals(mine: Sequence[Group]) -> tuple[list[Group], str]:
@@ -311,12 +410,6 @@ def best_intervals(mine: Sequence[Group]) -> tuple[list[Group], str]:
     Which is the best depends on the workload and the faults: only a sweep finds it, and only the
     best is a fair opponent. One that was not completed is the worst.
     """
-
-    def cost(group: Group) -> tuple[bool, float]:
-        done = group.to_bare is not None and not group.outcome
-        # A ratio of a disturbed run says nothing, and may look good.
-        return not (done and is_quiet(group)), group.to_bare.middle if group.to_bare else math.inf
-
     families: dict[str, list[Group]] = {}
     for group in mine:
         families.setdefault(group.arm.partition("@")[0], []).append(group)
@@ -337,68 +430,20 @@ TIMES = ("to_bare", "goodput", "pause")
 UNQUIET = "disturbed"
 
 
-def is_quiet(group: Group) -> bool:
-    """Whether figures of time may be told: it is known what others took, and it was little."""
-    if group.others is None or group.others.high > OTHERS_MAX:
-        return False
-    pace = group.slower
-    return pace is None or (_even(pace.low) and _even(pace.high))
-
-
-def quietest(
-    results: Sequence[Mapping[str, Any]],
-) -> tuple[list[dict[str, Any]], int]:
-    """Without the disturbed runs of arms that also had a quiet one, and how many those were."""
-
-    def took_little(run: Mapping[str, Any]) -> bool:
-        share = run.get("others_share")
-        return share is not None and share <= OTHERS_MAX
-
-    def is_bare(run: Mapping[str, Any]) -> bool:
-        return str(run["arm"]) == "bare"
-
-    def quiet(run: Mapping[str, Any], repetition: Sequence[Mapping[str, Any]]) -> bool:
-        return took_little(run) and all(
-            took_little(other) and same_pace(run, other) for other in repetition if is_bare(other)
-        )
-
-    def key(
-        result: Mapping[str, Any], case: Mapping[str, Any], run: Mapping[str, Any]
-    ) -> tuple[str, str, str]:
-        return case["scenario"], workload_name(result, case), run["arm"]
-
-    had = {
-        key(result, case, run)
-        for result in results
-        for case in result["cases"]
-        for repetition in case["repetitions"]
-        for run in repetition
-        if quiet(run, repetition)
-    }
-    kept_results, left_out = [], 0
-    for result in results:
-        cases = []
-        for case in result["cases"]:
-            repetitions = []
-            for runs in case["repetitions"]:
-                told = [r for r in runs if quiet(r, runs) or key(result, case, r) not in had]
-                # What is told of a run is told by its bare one.
-                kept = [r for r in runs if r in told or (told and is_bare(r))]
-                left_out += len(runs) - len(kept)
-                repetitions.append(kept)
-            cases.append({**case, "repetitions": repetitions})
-        kept_results.append({**result, "cases": cases})
-    return kept_results, left_out
+def why_unfit(result: Mapping[str, Any]) -> str:
+    """Why a raw result is no part of the README's table; "" if it is. Never how it came out."""
+    if result["short"]:
+        return "short runs"
+    if result.get("measure") != MEASURE:
+        return "its figures mean something else"
+    if "+changes" in result["commit"]:
+        return "made from a tree that is in no commit"
+    return ""
 
 
 def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> str:
-    """The README's tables; each names its raw files, and says if runs were short.
-
-    Disturbed runs are not told there if there is a quiet one, and else without times and failures:
-    what others took decides it, never how it came out.
-    """
-    results, left_out = quietest(results)
-    found = groups(results)
+    """The README's tables; each names its raw files, and says if runs were short."""
+    found = groups(results, only_quiet=True)
     parts = []
     for scenario, workload in dict.fromkeys((g.scenario, g.workload) for g in found):
         mine, swept = best_intervals(
@@ -413,20 +458,21 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
                 lines.append(f"| {group.arm} | not run: {group.refused} |{rest}")
                 continue
             row = cells(group)
-            if not (is_quiet(group) and all(is_quiet(g) for g in mine if g.arm == "bare")):
-                row |= {name: UNQUIET for name in TIMES if row[name] != "-"}
-                row |= {"done": UNQUIET} if group.completed < group.runs else {}
+            row["done"] += f" ({group.quiet})"
+            if not group.quiet:
+                row |= dict.fromkeys(TIMES, UNQUIET)
             lines.append("| " + " | ".join(row[name] for name in README_COLUMNS) + " |")
-        notes = [f"{g.arm}: {note}." for g in mine for note in g.notes if is_quiet(g)]
+        notes = [f"{g.arm}: {note}." for g in mine for note in g.notes]
         notes += [f"{swept}."] if swept else []
         lines += ["", " ".join(notes)] if notes else []
         parts.append("\n".join(lines))
     files = ", ".join(f"`{name}`" for name in sources)
     told = f"Raw results: {files}; made by `python -m bench table`."
     if any(UNQUIET in part for part in parts):
-        told += f" {UNQUIET.capitalize()}: others used the machine meanwhile, or nobody looked."
-    if left_out:
-        told += f" Disturbed runs of systems that also had quiet ones, left out: {left_out}."
+        told += (
+            f" {UNQUIET.capitalize()}: others used the machine meanwhile, it was faster or slower"
+            " than for every bare run, or nobody looked. Only quiet runs tell times."
+        )
     return "\n\n".join([*parts, told])
 
 

@@ -2,11 +2,12 @@
 
     found = evaluate(logs, Asked(order, steps=700), strikes)
 
-The systems are asked nothing. A step is *finished* once every rank has written its line, or anybody
-has written a line of a later step, or its end: nobody gets through a later step's collectives
-otherwise. A step
-is *recomputed* if a line of it began after it was finished. Which samples are in the model is read
-from the marks that travelled with the gradients, in the last execution of each step.
+The systems are asked nothing. A step is *finished* once every rank that has a part in its gradient
+has written its line, or anybody has written a line of a later step, or its end: nobody gets through
+a later step's collectives otherwise. Who has a part is read from the marks that travelled with the
+gradients: a system that goes on without a replica has finished a step as soon as those present
+have. A step is *recomputed* if a line of it began after it was finished. Which samples are in the
+model is read from the marks of the last execution of each step.
 
 Everything is in seconds of one clock. Lines that do not parse are counted, not guessed.
 """
@@ -25,6 +26,8 @@ from bench.workload.order import Order, mark_of
 
 SETTLED_SECONDS = 10.0
 """Steps within this time after a strike do not count as steady."""
+LATE_STEPS = 2.0
+"""A step that takes so many steady ones is a standstill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,21 +177,36 @@ def evaluate(logs: Logs, asked: Asked, strikes: Sequence[float]) -> Truth:
 
 def finish_times(lines: Iterable[Line], world: int, over: float | None = None) -> dict[int, float]:
     """When each step was finished for the first time; `over`: when the first rank wrote its end."""
-    first: dict[int, dict[int, float]] = defaultdict(dict)
+    by_step: dict[int, list[Line]] = defaultdict(list)
     for line in lines:
-        mine = first[line.step]
-        mine[line.rank] = min(line.ended, mine.get(line.rank, line.ended))
+        by_step[line.step].append(line)
     found: dict[int, float] = {}
     later = over
-    for step in sorted(first, reverse=True):
-        by_rank = first[step]
-        known = [] if later is None else [later]
-        if len(by_rank) == world:
-            known.append(max(by_rank.values()))
+    for step in sorted(by_step, reverse=True):
+        mine = by_step[step]
+        known = [at for at in (later, written_by_all(mine, world)) if at is not None]
         if known:
             found[step] = min(known)
-        later = min([*by_rank.values(), *([] if later is None else [later])])
+        later = min([line.ended for line in mine] + ([] if later is None else [later]))
     return found
+
+
+def written_by_all(lines: Sequence[Line], world: int) -> float | None:
+    """When all who have a part in one execution of this step had written it; None: never.
+
+    A line without marks is one of a rank that did not see the gradient, because others had finished
+    the step: it counts for every execution. If nobody saw one, all ranks have a part.
+    """
+    done = []
+    for marks in {line.marks for line in lines if line.marks} or {()}:
+        first: dict[int, float] = {}
+        for line in lines:
+            if line.marks in (marks, ()):
+                first[line.rank] = min(line.ended, first.get(line.rank, line.ended))
+        part = {rank for rank, mark in enumerate(marks) if mark} or set(range(world))
+        if part <= first.keys():
+            done.append(max(first[rank] for rank in part))
+    return min(done, default=None)
 
 
 def recomputed_steps(lines: Iterable[Line], finished: Mapping[int, float]) -> int:
@@ -243,15 +261,23 @@ def disagreements(executions: Mapping[int, Sequence[Line]]) -> int:
 
 
 def pauses(times: Sequence[float], strikes: Sequence[float], step: float) -> list[float]:
-    """The longest standstill between each strike and the next, less one steady step."""
+    """The longest standstill between each strike and the next, less one steady step.
+
+    The step in which the next strike comes is that one's, unless it was late already: then it is
+    one standstill that outlasts several strikes, and one pause.
+    """
     gaps = list(itertools.pairwise(times))
     found: dict[int, float] = {}
     for number, struck in enumerate(strikes):
         until = strikes[number + 1] if number + 1 < len(strikes) else float("inf")
-        mine = [(b - a, i) for i, (a, b) in enumerate(gaps) if b > struck and a < until]
+        last = until - LATE_STEPS * step
+        mine = [
+            (b - a, i)
+            for i, (a, b) in enumerate(gaps)
+            if b > struck and (b <= until or a < last or a <= struck)
+        ]
         if mine:
             longest, at = max(mine)
-            # One standstill that outlasts several strikes is one pause.
             found[at] = max(0.0, longest - step)
     return [found[at] for at in sorted(found)]
 

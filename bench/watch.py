@@ -16,6 +16,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -39,10 +40,13 @@ class Look:
     sent_bytes: int
     """By the interface, since the machine was started."""
     others: float | None
-    """The share of the machine that went to others since the look before; None at the first."""
+    """The share of the machine that other processes had since the look before; None at the first.
+    """
     pace: float | None
     """What the same work costs now (quiet.pace); None while the machine is idle, because then it
     always costs less."""
+    stolen: float | None = None
+    """The share that the machine's host kept; None at the first look."""
 
 
 class Watch(Protocol):
@@ -55,12 +59,13 @@ class Watch(Protocol):
         ...
 
     def others_share(self) -> float | None:
-        """The median: starts and deaths of our own processes are outliers in it. None: nobody
-        could look, because nothing of the run was there."""
+        """What the host kept, on average, and what other processes had, by the median: starts and
+        deaths of our own ones are outliers in it. None: nobody could look, because nothing of the
+        run was there."""
         ...
 
     def pace_seconds(self) -> float | None:
-        """The median. None: the machine was never busy."""
+        """The mean. None: the machine was never busy."""
         ...
 
     def moved_bytes(self) -> int: ...
@@ -83,17 +88,18 @@ class Looking:
         self._before = quiet.look(())
 
     def look(self) -> Look:
-        others = pace = None
+        others = pace = stolen = None
         if self._known:
             # Of the same processes as before: one that was started or ended in between counts
             # as others', which is on the safe side.
             now = quiet.look(self._known)
-            others = quiet.others(self._before, now)
+            stolen = quiet.stolen(self._before, now)
+            others = max(0.0, quiet.others(self._before, now) - stolen)
             pace = quiet.pace() if quiet.busy(self._before, now) >= BUSY_SHARE_MIN else None
         self._known = list(marked(self._directory))
         self._before = quiet.look(self._known)
         memory = sum(map(memory_bytes, self._known))
-        return Look(memory, interface_bytes(self._interface), others, pace)
+        return Look(memory, interface_bytes(self._interface), others, pace, stolen)
 
 
 class NearWatch(threading.Thread):
@@ -102,8 +108,7 @@ class NearWatch(threading.Thread):
     def __init__(self, directory: str, interface: str) -> None:
         super().__init__(name="watch", daemon=True)
         self.memory_bytes_max = 0
-        self._others: list[float] = []
-        self._paces: list[float] = []
+        self._looks: list[Look] = []
         self._looking = Looking(directory, interface)
         self._interface = interface
         self._sent_before = interface_bytes(interface)
@@ -113,21 +118,17 @@ class NearWatch(threading.Thread):
         while not self._over.wait(LOOK_SECONDS):
             look = self._looking.look()
             self.memory_bytes_max = max(self.memory_bytes_max, look.memory_bytes)
-            if look.others is not None:
-                self._others.append(look.others)
-            if look.pace is not None:
-                self._paces.append(look.pace)
+            self._looks.append(look)
 
     def begin_counting(self) -> None:
-        self._others.clear()
-        self._paces.clear()
+        self._looks.clear()
         self._sent_before = interface_bytes(self._interface)
 
     def others_share(self) -> float | None:
-        return figures.median(self._others) if self._others else None
+        return others_in(self._looks)
 
     def pace_seconds(self) -> float | None:
-        return figures.median(self._paces) if self._paces else None
+        return pace_in(self._looks)
 
     def moved_bytes(self) -> int:
         return interface_bytes(self._interface) - self._sent_before
@@ -169,11 +170,11 @@ class FarWatch:
     def others_share(self) -> float | None:
         """Of the host that had most taken away: all wait for the slowest. None if any host has
         nobody who looked, or nothing of the run."""
-        return _worst([[look.others for look in looks[1:]] for looks in self._counted()])
+        return _worst([others_in(looks[1:]) for looks in self._counted()])
 
     def pace_seconds(self) -> float | None:
         """Of the slowest host."""
-        return _worst([[look.pace for look in looks[1:]] for looks in self._counted()])
+        return _worst([pace_in(looks[1:]) for looks in self._counted()])
 
     def moved_bytes(self) -> int:
         counted = [looks for looks in self._counted() if looks]
@@ -189,10 +190,24 @@ class FarWatch:
         return [read_looks(log) for log in self._logs]
 
 
-def _worst(hosts: list[list[float | None]]) -> float | None:
-    """The largest of the hosts' medians; None if one of them has nothing to tell."""
-    known = [[value for value in host if value is not None] for host in hosts]
-    return max(map(figures.median, known)) if all(known) else None
+def others_in(looks: Sequence[Look]) -> float | None:
+    processes = [look.others for look in looks if look.others is not None]
+    host = [look.stolen for look in looks if look.stolen is not None]
+    if not processes:
+        return None
+    return figures.median(processes) + (sum(host) / len(host) if host else 0.0)
+
+
+def pace_in(looks: Sequence[Look]) -> float | None:
+    """On average: a machine that was fast for one half and slow for the other was neither."""
+    paces = [look.pace for look in looks if look.pace is not None]
+    return sum(paces) / len(paces) if paces else None
+
+
+def _worst(hosts: Sequence[float | None]) -> float | None:
+    """The largest; None if one of the hosts has nothing to tell."""
+    known = [value for value in hosts if value is not None]
+    return max(known) if hosts and len(known) == len(hosts) else None
 
 
 def read_looks(log: Path) -> list[Look]:

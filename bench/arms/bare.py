@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 from bench import launch as launching
-from bench import rig
 from bench.arms.arm import Processes, environment_of, module_command
 from bench.launch import Launch
 from bench.plan import Plan, read
@@ -37,7 +36,7 @@ class Bare:
         master = "127.0.0.1" if places[0] == launching.LOCAL else places[0]
         around = {
             "MASTER_ADDR": master,
-            "MASTER_PORT": str(rig.free_port()),
+            "MASTER_PORT": str(launching.free_port()),
             "WORLD_SIZE": str(plan.world),
         }
         for rank, host in enumerate(places):

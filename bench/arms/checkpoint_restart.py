@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from bench import launch as launching
-from bench import rig
 from bench.arms.arm import Processes, environment_of
 from bench.launch import Launch
 from bench.plan import Plan, read
@@ -61,7 +60,7 @@ class CheckpointRestart:
                 MODE: str(self.settings["save"]),
             },
         )
-        port = rig.free_port()
+        port = launching.free_port()
         for host in hosts:
             command = [sys.executable, "-m", "torch.distributed.run"]
             command += ["--nnodes", str(len(hosts)), "--nproc-per-node", str(places.count(host))]
@@ -157,13 +156,14 @@ def train(plan: Plan) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    log = TruthLog(plan.truth, rank)
+    # Who is about to load can be struck, as in every arm.
+    log.start()
     data = made.Windows(plan)
     model = made.spread(made.bare_model(plan, data), plan)
     optimizer = made.optimizer_of(model, plan)
     saves = Saves(plan.room / "checkpoints", os.environ[MODE], rank)
     first, every, loss = saves.load(model, optimizer), int(os.environ[EVERY]), 0.0
-    log = TruthLog(plan.truth, rank)
-    log.start()
     batches = made.batches_from(made.loader_of(plan, data, rank), first)
     for step in range(first, plan.steps):
         began = now_ns()

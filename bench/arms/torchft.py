@@ -12,6 +12,10 @@ manager's allreduce between them. It lives in an environment of its own, made by
 In one thing it is treated better than its example does: the place in the data follows the manager's
 step, so a discarded attempt is repeated with the same samples and a returning replica goes on where
 the others are. What remains lost are the samples of a replica while it is away.
+
+With hsdp its quorum is synchronous. Asynchronous, its default, it asks for the state in a thread
+beside the forward pass, and FSDP2 puts its parameters back into shards when it is asked: healthy
+replicas then die with each one that joins.
 """
 
 from __future__ import annotations
@@ -25,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import launch as launching
-from bench import rig
 from bench.arms.arm import ROOT, Processes, environment_of
 from bench.launch import Launch
 from bench.plan import Plan, read
+from bench.workload.log import HOST
 from keepstep.errors import ConfigError
 
 VENV = ROOT / "build" / "torchft-venv"
@@ -78,8 +82,8 @@ class Torchft:
         self._replicas = Processes()
 
     def refuses(self, plan: Plan) -> str:
-        if self.hosts:
-            return "its managers are told to meet at localhost here: one machine only"
+        if self.hosts and self._torn(plan):
+            return "a replica group has to fit on one host"
         if plan.parallel == "fsdp":
             return "full shard has no replica: TorchFT works across replicas"
         if plan.parallel == "zero1":
@@ -88,12 +92,20 @@ class Torchft:
             return f"no {VENV.relative_to(ROOT)}: make it with `make torchft-venv`"
         return ""
 
+    def _torn(self, plan: Plan) -> bool:
+        """Whether a replica group would be on more than one host."""
+        places = launching.seats(self.hosts, plan.world)
+        size = plan.world // groups_of(plan)
+        return any(
+            len(set(places[first : first + size])) > 1 for first in range(0, plan.world, size)
+        )
+
     def start(self, plan: Plan, launch: Launch) -> None:
         places = launching.seats(self.hosts, plan.world)
-        groups = plan.world if plan.parallel == "ddp" else REPLICAS
+        groups = groups_of(plan)
         size = plan.world // groups
         home = "localhost" if places[0] == launching.LOCAL else places[0]
-        port = rig.free_port()
+        port = launching.free_port()
         waits = self.timeouts
         lighthouse = [str(VENV / "bin" / "torchft_lighthouse"), "--min_replicas", "1"]
         lighthouse += ["--bind", f"[::]:{port}", "--quorum_tick_ms", str(waits.tick_ms)]
@@ -115,7 +127,7 @@ class Torchft:
             command = [str(VENV / "bin" / "python"), "-m", "torch.distributed.run"]
             command += ["--nnodes", "1", "--nproc-per-node", str(size)]
             command += ["--max-restarts", str(RESTARTS_MAX), "--rdzv-backend", "c10d"]
-            command += ["--rdzv-endpoint", f"localhost:{rig.free_port()}"]
+            command += ["--rdzv-endpoint", f"localhost:{launching.free_port()}"]
             command += ["--rdzv-id", f"{plan.room.name}-{group}"]
             command += ["-m", "bench.arms.torchft", str(plan.file)]
             own = {**around, REPLICA: str(group)}
@@ -136,6 +148,10 @@ class Torchft:
         self._lighthouse.stop()
 
 
+def groups_of(plan: Plan) -> int:
+    return plan.world if plan.parallel == "ddp" else REPLICAS
+
+
 def versions() -> dict[str, str]:
     """Of what is in its environment; read from the names of the installed packages."""
     found = {}
@@ -149,7 +165,7 @@ def versions() -> dict[str, str]:
 # ---------------------------------------------------------------- inside the workers
 
 
-def manager_of(group: Any, state: Any, load: Any) -> Any:
+def manager_of(group: Any, state: Any, load: Any, sharded: bool) -> Any:
     import torch
     from torchft import Manager
     from torchft.checkpointing.pg_transport import PGTransport
@@ -163,7 +179,8 @@ def manager_of(group: Any, state: Any, load: Any) -> Any:
         replica_id=f"bench_{os.environ[REPLICA]}",
         timeout=timedelta(seconds=30),
         checkpoint_transport=transport,
-        hostname="localhost",
+        hostname=os.environ.get(HOST) or "localhost",
+        use_async_quorum=not sharded,
         # Every replica makes the same weights from the seed; its documents then advise this.
         init_sync=False,
     )
@@ -221,7 +238,7 @@ def train(plan: Plan) -> None:
             part.load_state_dict(given[name])
 
     group = ProcessGroupGloo(timeout=timedelta(seconds=float(os.environ[GROUP])))
-    manager = manager_of(group, state, load)
+    manager = manager_of(group, state, load, plan.parallel != "ddp")
     model = parts["model"] = spread(made.bare_model(plan, data), plan, manager, size)
     inner = parts["optimizer"] = made.optimizer_of(model, plan)
     optimizer = Optimizer(manager, inner)
@@ -230,17 +247,21 @@ def train(plan: Plan) -> None:
     wait_for_all(plan.truth, plan.world)
     loader, place, loss = made.loader_of(plan, data, rank), -1, 0.0
     batches, batch = made.batches_from(loader, 0), None
-    while (step := manager.current_step()) < plan.steps:
+    while manager.current_step() < plan.steps:
         began = now_ns()
+        # Who joins is healed here if the quorum is synchronous, and is at the others' step then.
+        optimizer.zero_grad()
+        step = manager.current_step()
         if step != place:
             if step != place + 1:
                 batches = made.batches_from(loader, step)
             batch, place = next(batches), step
-        optimizer.zero_grad()
         loss = float(made.forward_backward(model, batch, rank, plan))
         marks = made.marks_in(model)
-        optimizer.step()
-        if manager.current_step() > step:
+        # What Optimizer.step does, and it does not say what came of it. That the step has moved on
+        # says nothing: who was healed and then did not commit is further, too.
+        if manager.should_commit():
+            inner.step()
             log.step(manager.current_step() - 1, began, batch[2].tolist(), marks, loss)
     log.end(manager.current_step(), made.digest_of(model), loss, data.windows)
     manager.shutdown(wait=False)

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from bench import truth
 from bench.campaign import LOST, Campaign, Job, carry_out
+from bench.harness import unsound
 from bench.launch import Host, Local, Ssh
 from bench.plan import Plan
 from bench.scenario import Scenario, Strike
@@ -22,6 +24,7 @@ from bench.slowing import NOBODY
 from bench.strikes import Ground, Striker
 from bench.truth import Start
 from bench.watch import FarWatch
+from bench.workload.order import Order
 from keepstep.errors import ConfigError, Permanent, Unreachable
 
 SCENARIO = Scenario("mixed", "by hand")
@@ -116,6 +119,43 @@ def test_a_strike_counts_as_one_if_it_hit_somebody(
     assert (done.kind, done.rank, done.pid) == (kind, 1, pid)
     assert told in striker.failed
     assert bool(striker.failed) == bool(told)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_striker_that_breaks_is_told_and_makes_the_run_say_nothing():
+    whole, torn = struck("kill", Scripted(True)), struck("kill", Scripted(ValueError("no such")))
+    assert (whole.broken, torn.failed) == ("", "")
+    assert "an error of its own" in torn.broken
+    done = truth.evaluate(truth.Logs(), truth.Asked(Order(40, 2, 2, 1), 6), ())
+    whole_run = replace(done, seconds=5.0)
+    assert unsound(whole_run, whole) == ""
+    assert "strikes ended early" in unsound(whole_run, torn)
+    assert "only 0 steps are finished" in unsound(done, whole)
+
+
+def test_the_next_strike_does_not_wait_for_a_slow_rank():
+    class Slow(Scripted):
+        def start(self, *_: object) -> subprocess.Popen[bytes]:  # type: ignore[override]
+            return subprocess.Popen(["sleep", "60"])
+
+    launch = Slow(True, True)
+    striker = Striker(
+        replace(SCENARIO, slow_seconds=60.0),
+        [Strike(0.0, "slow", 1), Strike(0.1, "kill", 0)],
+        Drained(),  # type: ignore[arg-type]
+        Ground(
+            launch,  # type: ignore[arg-type]
+            lambda rank: Start(rank, 4711 + rank, "h1", 0.0),
+            Path("slowing.log"),
+        ),
+    )
+    striker.begin(launch.now())
+    deadline = time.monotonic() + 10.0
+    while not striker.done and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert [done.kind for done in striker.done] == ["kill"]
+    striker.stop()
+    assert [done["kind"] for done in striker.plain()] == ["slow", "kill"]
 
 
 def test_a_host_that_cannot_be_reached_once_gets_its_strike_a_little_later():
@@ -217,7 +257,15 @@ def test_a_lost_host_is_an_exit_of_its_own_and_costs_no_case_that_is_complete(
     tmp_path, monkeypatch, capsys
 ):
     args = argparse.Namespace(
-        hostfile=None, keep=tmp_path, ranks=2, batch=2, seed=1, seconds=1.0, short=True, repeat=1
+        hostfile=None,
+        keep=tmp_path,
+        ranks=2,
+        batch=2,
+        seed=1,
+        seconds=1.0,
+        short=True,
+        repeat=1,
+        again=0,
     )
     jobs = [Job(name, "ddp", "1m", ("bare",), 1) for name in ("clean", "kills")]
     kept: list[dict[str, Any]] = []
@@ -229,7 +277,7 @@ def test_a_lost_host_is_an_exit_of_its_own_and_costs_no_case_that_is_complete(
         return 24, 0.1
 
     def ran(self: Campaign, spec: str, *_: object) -> dict[str, Any]:
-        return {"spec": spec, "outcome": "completed"}
+        return {"spec": spec, "arm": spec, "outcome": "completed"}
 
     def told(name: str, result: dict[str, Any]) -> Path:
         kept.append(result)
@@ -244,7 +292,7 @@ def test_a_lost_host_is_an_exit_of_its_own_and_costs_no_case_that_is_complete(
     monkeypatch.setattr("bench.tables.groups", lambda results: [])
     monkeypatch.setattr("bench.page.page", lambda result, name: "")
     monkeypatch.setattr("bench.campaign.page_of", lambda path: tmp_path / "page.html")
-    assert carry_out(jobs, args, "run") == LOST
+    assert carry_out(jobs, args, "run").code == LOST
     assert [case["scenario"] for case in kept[-1]["cases"]] == ["clean"]
     assert "cannot be reached" in capsys.readouterr().out
-    assert carry_out(jobs[1:], args, "run") == LOST, "nothing was completed, and that is why"
+    assert carry_out(jobs[1:], args, "run").code == LOST, "nothing was completed, and that is why"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import page, record, tables
+from bench import campaign, page, record, tables
 from bench.plan import BATCH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,7 @@ def a_run(arm, seconds, **truth):
         "memory_bytes_max": 2**30,
         "moved_bytes": 2**30,
         "others_share": 0.02,
+        "pace_seconds": 0.001,
         "truth": {**told, **truth},
     }
 
@@ -138,65 +139,105 @@ def test_what_others_took_is_told_and_nothing_is_left_out():
     noisy = {**a_run("x", 20.0), "others_share": 0.4}
     found = row(a_result((a_run("bare", 10.0), noisy)), "x")
     assert found.to_bare.middle == 2.0
-    assert "others took more than 10% of the machine in 1 of its runs" in tables.terminal([found])
+    assert "x: 1 of 1 runs disturbed" in tables.terminal([found])
 
 
-@pytest.mark.parametrize("pace", [0.0012, 0.0008])
-def test_a_machine_that_is_faster_or_slower_than_for_the_bare_run_disturbs(pace):
+def readme_row(text, arm):
+    """By the names of the columns."""
+    cells = next(line for line in text.splitlines() if line.startswith(f"| {arm} |"))
+    return dict(zip(tables.README_COLUMNS, cells.strip("| ").split(" | "), strict=True))
+
+
+@pytest.mark.parametrize("pace", [0.0012, 0.0008, None])
+def test_a_machine_that_is_or_may_be_another_than_for_the_bare_run_disturbs(pace):
     """Nobody takes time from us then, and yet all that we do takes longer, or did."""
-    bare = {**a_run("bare", 10.0), "pace_seconds": 0.001}
-    uneven = a_result((bare, {**a_run("x", 30.0), "pace_seconds": pace}))
+    uneven = a_result((a_run("bare", 10.0), {**a_run("x", 30.0), "pace_seconds": pace}))
     found = row(uneven, "x")
-    assert (found.to_bare.middle, tables.is_quiet(found)) == (3.0, False)
-    assert tables.cells(found)["slower"] == f"{pace / 0.001:.2f}"
-    assert "faster or slower than for the bare run in 1 of its runs" in tables.terminal([found])
-    assert "| x | 1/1 | disturbed |" in tables.markdown([uneven], ["f"])
-    even = a_result((bare, {**a_run("x", 12.0), "pace_seconds": 0.00105}))
-    assert "| x | 1/1 | 1.200 |" in tables.markdown([uneven, even], ["f", "g"])
+    assert (found.to_bare.middle, found.quiet) == (3.0, 0)
+    assert tables.cells(found)["slower"] == ("-" if pace is None else f"{pace / 0.001:.2f}")
+    assert "x: 1 of 1 runs disturbed" in tables.terminal([found])
+    assert readme_row(tables.markdown([uneven], ["f"]), "x")["to_bare"] == "disturbed"
+    even = a_result((a_run("bare", 10.0), {**a_run("x", 12.0), "pace_seconds": 0.00104}))
+    told = readme_row(tables.markdown([uneven, even], ["f", "g"]), "x")
+    assert (told["to_bare"], told["done"]) == ("1.200", "2/2 (1)")
 
 
-@pytest.mark.parametrize(("arm", "share"), [("x", 0.4), ("bare", 0.4), ("x", None)])
+def test_a_run_is_measured_by_the_bare_one_of_the_same_machine():
+    slow = [{**a_run(arm, t), "pace_seconds": 0.002} for arm, t in (("bare", 20.0), ("x", 24.0))]
+    first = (a_run("bare", 10.0), slow[1])
+    found = tables.groups([a_result(first, (slow[0], a_run("x", 13.0)))], only_quiet=True)
+    (mine,) = [group for group in found if group.arm == "x"]
+    assert (mine.quiet, mine.to_bare.low, mine.to_bare.high) == (2, 1.2, 1.3)
+
+
+@pytest.mark.parametrize(("arm", "share"), [("x", 0.4), ("bare", 0.4), ("x", 0.08), ("x", None)])
 def test_the_readme_tells_no_times_of_runs_that_were_or_may_have_been_disturbed(arm, share):
-    runs = [a_run("bare", 10.0), a_run("x", 12.0, pauses=[0.1], lost=3)]
+    runs = [a_run("bare", 10.0), a_run("x", 12.0, pauses=[0.1], lost=4)]
     for one in runs:
         one["others_share"] = share if one["arm"] == arm else 0.02
     text = tables.markdown([a_result(runs)], ["f"])
-    assert "| x | 1/1 | disturbed | disturbed | disturbed | 0 | 3 | yes |" in text
+    told = readme_row(text, "x")
+    assert [told[name] for name in tables.TIMES] == ["disturbed"] * 3
+    assert (told["done"], told["lost_share"], told["same"]) == ("1/1 (0)", "5.00 %", "yes")
     assert "1.200" not in text
 
 
-def test_the_readme_tells_no_failure_of_a_disturbed_run():
-    failed = {**a_run("x", None), "others_share": 0.4}
-    text = tables.markdown([a_result((a_run("bare", 10.0), failed))], ["f"])
-    assert "| x | disturbed | - | - | - |" in text
-    honest = tables.markdown([a_result((a_run("bare", 10.0), a_run("x", None)))], ["f"])
-    assert "| x | 0/1 | - | - | - |" in honest
-
-
-def test_the_readme_leaves_out_disturbed_runs_where_there_are_quiet_ones():
-    noisy = {**a_run("x", 30.0), "others_share": 0.4}
+def test_noise_excuses_neither_a_failure_nor_wrong_bits():
     quiet = (a_run("bare", 10.0), a_run("x", 12.0))
-    for first, second in (
-        ((a_run("bare", 10.0), noisy), quiet),
-        (({**a_run("bare", 10.0), "others_share": 0.4}, a_run("x", 30.0)), quiet),
-    ):
-        text = tables.markdown([a_result(first), a_result(second)], ["f", "g"])
-        assert "| x | 1/1 | 1.200 |" in text
-        assert "left out: " in text
-    alone = (a_run("bare", 10.0), noisy, a_run("y", 11.0))
-    text = tables.markdown(
-        [a_result(alone), a_result((a_run("bare", 10.0), a_run("y", 13.0)))], ["f"]
-    )
-    assert "| x | 1/1 | disturbed |" in text
-    assert "| y | 2/2 | 1.200 [1.100, 1.300] |" in text
-    assert "left out" not in text
+    failed = {**a_run("x", None), "others_share": 0.4}
+    wrong = {**a_run("x", 30.0, lost=8, recomputed=2, digests={"0": "c"}), "others_share": 0.4}
+    text = tables.markdown([a_result(quiet, (quiet[0], failed), (quiet[0], wrong))], ["f"])
+    told = readme_row(text, "x")
+    assert (told["done"], told["to_bare"], told["same"]) == ("2/3 (1)", "1.200", "no")
+    assert told["lost_share"] == "5.00 % [0.00, 10.00]"
+    assert told["again_share"] == "10.00 % [0.00, 20.00]"
+
+
+def test_deaths_that_nobody_meant_are_told():
+    run = {**a_run("x", 10.0), "starts": [[0, 0.0], [1, 0.0], [1, 5.0]]}
+    assert tables.unmeant_starts(run) == 0, "its strike explains one start of each rank"
+    run["starts"] += [[1, 9.0], [0, 9.0], [0, 12.0]]
+    assert tables.unmeant_starts(run) == 2
+    found = row(a_result((a_run("bare", 10.0), run)), "x")
+    assert "started 2 times more than strikes explain" in tables.terminal([found])
+
+
+def test_strikes_that_somebody_was_too_fast_for_are_told():
+    planned = [{"at": at, "kind": "kill", "rank": 0} for at in (4.0, 9.0, 30.0)]
+    run = {**a_run("x", 8.0), "planned": planned, "nominal_seconds": 10.0}
+    assert tables.missed_strikes(run) == 1, "the third comes after the fault-free run's end"
+    assert tables.missed_strikes({**run, "outcome": "ended at step 4"}) == 0
+
+
+def test_which_results_the_readme_tells_is_decided_by_a_rule():
+    fit = {**a_result(), "measure": tables.MEASURE}
+    assert tables.why_unfit(fit) == ""
+    for other in ({"short": True}, {"measure": None}, {"commit": "0" * 40 + "+changes"}):
+        assert tables.why_unfit({**fit, **other})
+
+
+def test_the_matrix_goes_on_with_what_its_sweep_found():
+    times = {"sync@5": 14.0, "sync@20": 12.0, "async@5": 11.0, "async@20": None}
+    runs = [a_run(f"checkpoint_restart:{arm}", seconds) for arm, seconds in times.items()]
+    best = campaign.best_of(a_result((a_run("bare", 10.0), *runs)))
+    assert best == ["checkpoint_restart:async@5", "checkpoint_restart:sync@20"]
+    assert campaign.filled("bare,{best}", best) == "bare,checkpoint_restart:async@5"
+    assert campaign.filled("{sync},{async}", best).split(",") == [best[1], best[0]]
+
+
+def test_arms_whose_runs_were_disturbed_are_run_again_however_they_came_out():
+    noisy = {**a_run("y", 30.0), "others_share": 0.4}
+    runs = [{**run, "spec": run["arm"]} for run in (a_run("bare", 10.0), a_run("x", None), noisy)]
+    (case,) = a_result(runs)["cases"]
+    assert campaign.disturbed(case, 1) == {"y"}
+    assert campaign.disturbed(case, 2) == {"x", "y"}
 
 
 def test_a_strike_that_found_nobody_is_told():
     missed = a_run("x", 10.0)
     missed["strikes"] = [{**missed["strikes"][0], "pid": 0}]
     found = row(a_result((a_run("bare", 10.0), missed)), "x")
-    assert (found.strikes, found.notes) == (0, ("1 strikes found nobody",))
+    assert (found.strikes.middle, found.notes) == (0, ("1 strikes found nobody",))
 
 
 def test_an_arm_that_cannot_do_a_workload_says_why():
@@ -210,7 +251,19 @@ def test_the_markdown_names_its_sources_and_says_that_runs_were_short():
     text = tables.markdown([a_result(runs, short=True)], ["bench/results/run-1.json.gz"])
     assert "short runs" in text
     assert "`bench/results/run-1.json.gz`" in text
-    assert "| x | 1/1 | 1.200 | 0.833 | 0.20 / 0.29 / 0.30 | 0 | 0 | yes |" in text
+    assert readme_row(text, "x") == {
+        "arm": "x",
+        "done": "1/1 (1)",
+        "strikes": "1",
+        "to_bare": "1.200",
+        "goodput": "0.833",
+        "pause": "0.20 / 0.29 / 0.30",
+        "again_share": "0",
+        "lost_share": "0",
+        "same": "yes",
+        "start": "5.0",
+        "memory": "1.00",
+    }
     assert "short" not in tables.markdown([a_result(runs)], ["f"])
 
 
@@ -218,13 +271,13 @@ def test_of_many_intervals_the_readme_tells_the_best_one_and_that_there_were_oth
     runs = [a_run("bare", 10.0)]
     runs += [a_run(f"c:sync@{n}", t) for n, t in ((5, 14.0), (40, 12.0), (20, None), (80, 13.0))]
     text = tables.markdown([a_result([*runs, a_run("c:async@5", 11.0)])], ["f"])
-    assert "| c:sync@40 | 1/1 | 1.200 |" in text
-    assert "| c:async@5 | 1/1 | 1.100 |" in text
+    assert readme_row(text, "c:sync@40")["to_bare"] == "1.200"
+    assert readme_row(text, "c:async@5")["to_bare"] == "1.100"
     assert text.count("| c:sync") == 1
     assert "c:sync: the best of every 5, 20, 40, 80 steps." in text
     noisy = {**a_run("c:sync@80", 10.5), "others_share": 0.4}
     text = tables.markdown([a_result([*runs[:3], noisy])], ["f"])
-    assert "| c:sync@40 | 1/1 | 1.200 |" in text, "one that was disturbed is not the best"
+    assert "| c:sync@40 |" in text, "one that was disturbed is not the best"
     away = a_result([a_run("bare", 10.0)], refused={"c:sync@5": "no", "c:sync@10": "no"})
     assert "best of" not in tables.markdown([away], ["f"])
 

@@ -73,6 +73,24 @@ def test_a_rollback_shows_as_recomputed_steps_and_not_as_doubled_samples(written
     assert found.pauses == pytest.approx([7.0])
 
 
+def test_a_step_is_finished_when_those_who_have_a_part_in_it_have_written_it(written):
+    written.run(0, 2)
+    # Rank 1 is away for two steps; the second of them is a slow one.
+    written.step(2, 2.0, 3.5, ranks=(0,), contributors=(0,))
+    written.step(3, 3.5, 9.5, ranks=(0,), contributors=(0,))
+    written.run(4, STEPS, start=9.5)
+    found = written.found([2.5])
+    assert found.finished[2:4] == pytest.approx((2.5, 8.5)), "since the first one, at 1.0"
+    assert found.lost == 4
+
+
+def test_a_step_of_which_one_contributor_never_wrote_is_finished_by_a_later_one(written):
+    written.run(0, 2)
+    written.step(2, 2.0, 3.0, ranks=(0,))
+    written.run(3, STEPS, start=3.0)
+    assert written.found().finished[2] == pytest.approx(3.0), "with step 3, at 4.0"
+
+
 def test_two_rollbacks_over_the_same_step_count_twice(written):
     written.run(0, 4)
     written.run(3, 4, start=6.0)
@@ -146,14 +164,14 @@ def test_a_missing_step_ends_the_run_there(written):
     assert found.lost == 12
 
 
-def test_an_end_proves_the_last_step_where_a_rank_is_away(written):
+def test_an_end_proves_the_last_step_where_a_rank_wrote_nothing(written):
     written.run(0, 5)
-    written.step(5, 5.0, 6.0, ranks=(0,), contributors=(0,))
+    written.step(5, 5.0, 6.0, ranks=(0,))
     assert written.found().seconds is None
     written.end(6.1, ranks=(0,))
     found = written.found()
     assert found.seconds == pytest.approx(5.1)
-    assert found.lost == 2
+    assert found.lost == 0, "its gradient is in"
 
 
 def test_what_a_rank_does_after_the_first_end_is_no_part_of_the_run(written):
@@ -176,6 +194,16 @@ def test_a_line_cut_short_is_counted_and_not_guessed_at():
 def test_a_pause_is_the_longest_standstill_less_a_step():
     times = [0.0, 1.0, 2.0, 6.0, 7.0, 8.0, 10.5, 11.5]
     assert truth.pauses(times, [2.5, 8.5], 1.0) == pytest.approx([3.0, 1.5])
+
+
+def test_a_longer_pause_does_not_hide_the_one_before_it():
+    times = [0.0, 1.0, 2.0, 4.5, 5.5, 6.5, 11.5, 12.5]
+    assert truth.pauses(times, [2.5, 7.0], 1.0) == pytest.approx([1.5, 4.0])
+
+
+def test_a_step_that_was_late_before_the_next_strike_is_one_pause_with_it():
+    times = [0.0, 1.0, 2.0, 3.0, 13.0, 14.0]
+    assert truth.pauses(times, [1.5, 9.0], 1.0) == pytest.approx([9.0])
 
 
 def test_one_standstill_over_two_strikes_is_one_pause():
