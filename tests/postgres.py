@@ -9,7 +9,7 @@ import pytest
 
 from keepstep.chaos.database import PostgresServer, programs
 
-__all__ = ["PostgresServer", "postgres"]
+__all__ = ["PostgresServer", "postgres", "programs"]
 
 
 @pytest.fixture(scope="session")

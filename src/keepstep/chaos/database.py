@@ -4,6 +4,7 @@
         server.database()     the URL of a fresh, empty database
         server.restart()      every connection breaks; what was committed is there
         server.freeze()       nobody answers, and nothing breaks; server.thaw() ends it
+        server.replica()      another server that reads along; replica.promote() makes it the first
 
 The server refuses to run as root, so as root it runs as `nobody`, who exists everywhere. It does
 not wait for the disk, unless asked to: what is tried out is that nothing is half-written when a
@@ -39,7 +40,14 @@ DURABLE = ("shared_buffers=128MB",)
 class PostgresServer:
     """One server with its files; stopped and removed at the end."""
 
-    def __init__(self, programs: Path, address: str = "", settings: tuple[str, ...] = FAST) -> None:
+    def __init__(
+        self,
+        programs: Path,
+        address: str = "",
+        settings: tuple[str, ...] = FAST,
+        of: PostgresServer | None = None,
+    ) -> None:
+        """`of`: begin as its replica, without waiting for it: what it has not sent yet is lost."""
         self._programs = programs
         self._settings = settings
         self._address = address
@@ -51,10 +59,14 @@ class PostgresServer:
         if os.geteuid() == 0:
             nobody = pwd.getpwnam("nobody")
             os.chown(self.directory, nobody.pw_uid, nobody.pw_gid)
-        how = ("--auth=trust", "--username=keepstep", "--no-sync", "--no-instructions")
         try:
-            # Whatever this machine's locale is: it may not even be installed.
-            self._run("initdb", *how, "--locale=C", "--encoding=UTF8")
+            if of is not None:
+                there = ("--host", str(of.directory), "--username", "keepstep")
+                self._run("pg_basebackup", *there, "--checkpoint=fast", "--no-sync", "-R")
+            else:
+                # Whatever this machine's locale is: it may not even be installed.
+                how = ("--auth=trust", "--username=keepstep", "--no-sync", "--no-instructions")
+                self._run("initdb", *how, "--locale=C", "--encoding=UTF8")
             if address:
                 network = f"{address.rpartition('.')[0]}.0/24"
                 with (self.directory / "data" / "pg_hba.conf").open("a") as rules:
@@ -81,6 +93,13 @@ class PostgresServer:
     def stop(self, mode: str = "immediate") -> None:
         """`immediate` is what a killed server looks like; `fast` closes every connection."""
         self._control("stop", "--mode", mode)
+
+    def replica(self) -> PostgresServer:
+        return PostgresServer(self._programs, settings=self._settings, of=self)
+
+    def promote(self) -> None:
+        """It reads along no more: from now on it can be written to."""
+        self._control("promote")
 
     @property
     def pid(self) -> int:
