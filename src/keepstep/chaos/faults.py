@@ -129,6 +129,8 @@ _BUG = Cell("", "", Outcome.FAILED, spares=1, mix=Mix.USER)
 _ODD = Cell("", "", Outcome.LIVE, spares=1, mix=Mix.USER)
 _LEADER = Cell("", "", spares=1, mix=Mix.FAILOVER)
 _LEADER_CUT = Cell("", "", spares=1, mix=Mix.FAILOVER, needs_network=True)
+_LEADER_MOVE = Cell("", "", Outcome.MOVED, spares=1, mix=Mix.FAILOVER)
+_LEADER_CUT_MOVE = replace(_LEADER_MOVE, needs_network=True)
 _FLIP = Cell("", "", spares=0, mix=Mix.FLIPS)
 # Three holders or more: with two, nobody can tell which of them is wrong.
 _FLIP_SHARED = Cell("", "", spares=0, mix=Mix.FLIPS, parallel=("ddp",))
@@ -208,6 +210,9 @@ CATALOGUE: tuple[Cell, ...] = (
     *_cells("leader_cut", ("quiesce", "reform", "resume", RANDOM), _LEADER_CUT),
     *_cells("leader_without_database", ("reform", RANDOM), _LEADER_CUT),
     *_cells("leader_without_agents", ("reform", RANDOM), _LEADER_CUT),
+    *_cells("leader_killed_moving", ("warm", "agree", "quiesce", "reform", "resume"), _LEADER_MOVE),
+    *_cells("leader_stopped_moving", ("warm", "agree", "reform"), _LEADER_MOVE),
+    *_cells("leader_cut_moving", ("agree", "reform", RANDOM), _LEADER_CUT_MOVE),
     *_cells("database_restarted", ("quiesce", "reform", "resume", RANDOM), _LEADER),
     *_cells("database_frozen", ("quiesce", "reform", "resume", RANDOM), _LEADER),
     *_cells("flip_parameter", (COMPARED,), _FLIP_SHARED),

@@ -1,12 +1,12 @@
 """What befalls those who decide: leaders die, stop and are cut off, their database with them.
 
-    a rank dies -> in a phase of its replacement, or at any moment after, the leader (or the
-    database) is struck -> somebody leads -> the replacement goes on where it was
+    a rank dies, or is asked to move -> in a phase of its replacement, or at any moment after, the
+    leader (or the database) is struck -> somebody leads -> the replacement goes on where it was
 
 After each strike an operator asks for something until it is accepted, which is how long a takeover
 takes; in the end each of these wishes is in the journal once, whole chains and all. Each death has
 to lead to one new worker and no more: an order that is lost leaves the seat empty, one that is
-followed twice fills it twice.
+followed twice fills it twice. Who was asked to move has moved.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any, Protocol
 from keepstep import codec
 from keepstep.chaos import network as networks
 from keepstep.chaos.database import PostgresServer, programs
-from keepstep.chaos.faults import RANDOM, Fault
+from keepstep.chaos.faults import RANDOM, Fault, Outcome
 from keepstep.chaos.network import Network
-from keepstep.chaos.plans import Failpoints
+from keepstep.chaos.plans import WHY, Failpoints
 from keepstep.chaos.sight import Sight
 from keepstep.chaos.strike import Missed, Strike
 from keepstep.cli.client import Client
 from keepstep.cli.cluster import JOURNAL, ClusterPlan, Further, LocalCluster
-from keepstep.errors import ConfigError, KeepstepError
+from keepstep.errors import ConfigError, KeepstepError, Transient
 from keepstep.model import JobId, JobSpec
 from keepstep.orchestrator.journal import verify
 from keepstep.orchestrator.journal_postgres import PostgresJournal
@@ -107,7 +107,8 @@ def local_plan(
 
 def replaced_once(strike: Strike, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """One death, one new worker. Returns what is not so."""
-    if strike.takeover_seconds is None:
+    if strike.takeover_seconds is None or strike.moved:
+        # A move may be given up with its leader, and be made with another target.
         return ""
     new = sum(s["incarnation"] for s in after["seats"]) - sum(
         s["incarnation"] for s in before["seats"]
@@ -149,6 +150,9 @@ class Leaders:
             "leader_killed": self._leader_killed,
             "leader_stopped": self._leader_stopped,
             "leader_cut": self._leader_cut,
+            "leader_killed_moving": self._leader_killed,
+            "leader_stopped_moving": self._leader_stopped,
+            "leader_cut_moving": self._leader_cut,
             "leader_without_database": self._leader_without_database,
             "leader_without_agents": self._leader_without_agents,
             "database_restarted": self._database_restarted,
@@ -222,13 +226,18 @@ class Leaders:
     def _during_recovery(
         self, fault: Fault, strike: Callable[[str], None], *, leader_lives: bool = False
     ) -> Strike:
-        """A rank dies; where its replacement is in the window, or a little later, strike."""
+        """A rank dies, or is to move; where its replacement is in the window, or a little later,
+        strike."""
         leader = self._leader()
+        moves = fault.cell.expected is Outcome.MOVED
         pid, point = self._sight.pid_of(fault.rank), None
         if fault.cell.window != RANDOM:
             point = self._points.drop(f"orchestrator-{fault.cell.window}", "pause")
         began = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
+        if moves:
+            self._ask_to_move(fault, leader)
+        else:
+            os.kill(pid, signal.SIGKILL)
         if point is not None:
             self._points.claimed(point)
         else:
@@ -238,7 +247,22 @@ class Leaders:
         if point is not None:
             self._points.go(point)
         accepted = self._wish(fault, "" if leader_lives else leader)
-        return Strike(began, (pid,), takeover_seconds=round(accepted - at, 3))
+        found = Strike(began, moved=(fault.rank,)) if moves else Strike(began, (pid,))
+        found.takeover_seconds = round(accepted - at, 3)
+        return found
+
+    def _ask_to_move(self, fault: Fault, leader: str) -> None:
+        known = self._cluster.client
+        # Only who leads: the other may not be back yet from the strike before.
+        url = known.urls[self._cluster.orchestrators.index(leader)]
+        client = Client(url, known.token, WISH_SECONDS_MAX)
+        job = str(self._sight.job_now()["id"])
+        try:
+            client.migrate(job, {"ranks": [fault.rank], "why": WHY})
+        except Transient:
+            # There it stands still over this very request, whose decision is on disk by then.
+            if fault.cell.window != "warm":
+                raise
 
     def _leader(self) -> str:
         found = ""
