@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterable
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +14,7 @@ from keepstep.orchestrator import access, exporting
 from keepstep.orchestrator.access import EXPORT, Gate
 from keepstep.orchestrator.exporting import in_parts
 from keepstep.orchestrator.http import PIECE_BYTES, Request, Streamed
+from keepstep.orchestrator.journal import Link
 from keepstep.orchestrator.tokens import Caller, Role
 from tests.unit.test_access import Served, in_two_projects
 
@@ -95,3 +98,55 @@ async def test_a_journal_that_is_away_is_not_asked(made: Served):
     made.orchestrator._away = True
     status, text = await made.ask("own", "GET", PATH)
     assert (status, "away" in text) == (503, True)
+
+
+@in_two_projects
+async def test_one_part_of_one_export_is_made_in_each_turn_of_the_loop(made: Served):
+    """However many are under way: between two parts the loop does everything else."""
+    turn, made_in = 0, []
+    real = exporting.json_lines
+
+    def lines(links: list[Link]) -> Iterable[str]:
+        made_in.append(turn)
+        return real(links)
+
+    async def read(reply: Streamed) -> bytes:
+        parts = []
+        async for part in reply.parts:
+            parts.append(part)
+            await asyncio.sleep(0)  # As who sends it does.
+        return b"".join(parts)
+
+    with (
+        patch.object(exporting, "PART_SECONDS_MAX", 0.0),
+        patch.object(exporting, "json_lines", lines),
+    ):
+        reading = [asyncio.create_task(read(await export(made, "own"))) for _ in range(8)]
+        while not all(task.done() for task in reading):
+            turn += 1
+            await asyncio.sleep(0)
+    got = {await task for task in reading}
+    assert len(got) == 1
+    assert len(made_in) == 8 * len(got.pop().splitlines())
+    assert max(Counter(made_in).values()) == 1
+
+
+@in_two_projects
+async def test_an_export_is_charged_and_waits_for_its_share(made: Served):
+    slept = []
+
+    async def sleep(seconds: float) -> None:
+        slept.extend([seconds] if seconds else [])
+
+    reply = await export(made, "viewera")
+    with (
+        patch.object(exporting, "PART_SECONDS_MAX", 0.0),
+        patch.object(made.gate, "charge", wraps=made.gate.charge) as charged,
+        patch.object(access, "PART_SECONDS", 3.0),
+        patch.object(access.asyncio, "sleep", sleep),
+    ):
+        assert await anext(reply.parts)
+        assert [call.args[0].name for call in charged.mock_calls] == ["viewera"]
+        assert await anext(reply.parts)
+    assert slept == [pytest.approx(4.0, abs=0.5)], "three of four seconds are spent: one is lacking"
+    await reply.parts.aclose()  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ Nothing here decides anything about jobs; deciders never learn who may see what.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections import Counter, OrderedDict
@@ -21,7 +22,7 @@ from keepstep.errors import Permanent, Transient
 from keepstep.model import JobId, NodeId
 from keepstep.orchestrator import remedies
 from keepstep.orchestrator.brain import Decision
-from keepstep.orchestrator.http import BadRequest, Request
+from keepstep.orchestrator.http import BadRequest, Request, error_response
 from keepstep.orchestrator.journal import Link
 from keepstep.orchestrator.routes import Route
 from keepstep.orchestrator.state import Cluster, Job, NodeState, natural
@@ -46,8 +47,18 @@ COST_SHARE_MAX = 0.25
 COST_SECONDS_FULL = 4.0
 """So much of it at once: in the largest clusters a picture takes nearly a second, and somebody who
 looks around asks for several."""
+COST_SECONDS_LEFT = 2.0
+"""What lasts waits while there is less: who exports or listens can still ask."""
+PART_SECONDS = 0.0001
+"""What it takes to send one part of a stream of events, besides making it: a task that wakes, and
+a write to a socket, which mostly is a secured one."""
+PAUSE_SECONDS_MAX = 5.0
+"""A stream that waits for longer would be taken for a dead one."""
 AGAIN_SECONDS = 1.0
 """Between two looks at whether a listener's token is still good."""
+UNKNOWN = error_response(
+    401, "no token, or a wrong one", "send Authorization: Bearer <the cluster's token>"
+)
 CALLERS_MAX = 4096
 """Callers whose rates are remembered; the ones that have been quiet longest are forgotten."""
 
@@ -69,6 +80,7 @@ class Gate:
         self._costs = Rates(COST_SHARE_MAX, COST_SECONDS_FULL)
         self._problem = problem
         self.streams = {EVENTS: Places(event_streams_max), EXPORT: Places(exports_max)}
+        self._exporting = asyncio.Lock()
 
     async def counted(
         self, told: AsyncIterator[bytes], kind: str, request: Request, caller: Caller
@@ -77,7 +89,7 @@ class Gate:
         with the token that it was asked with."""
         looked_at = time.monotonic()
         with self.streams[kind].taken(caller):
-            async for part in told:
+            async for part in self._in_turn(told, caller) if kind == EXPORT else told:
                 if time.monotonic() >= looked_at + AGAIN_SECONDS:
                     looked_at = time.monotonic()
                     if self.caller(request) != caller:
@@ -85,6 +97,25 @@ class Gate:
                             raise Permanent("the token of an export was taken back")
                         return
                 yield part
+                self.charge(caller, PART_SECONDS)
+                # What comes meanwhile is sent together.
+                if pause := self._costs.seconds_until(
+                    caller.token, COST_SECONDS_LEFT, time.monotonic()
+                ):
+                    await asyncio.sleep(min(pause, PAUSE_SECONDS_MAX))
+
+    async def _in_turn(self, told: AsyncIterator[bytes], caller: Caller) -> AsyncIterator[bytes]:
+        """An export's parts. One of one export is made at a time, however many are under way:
+        between two of them the loop does everything else. Making one must not wait."""
+        while True:
+            async with self._exporting:
+                began = time.thread_time()
+                part = await anext(told, b"")
+                self.charge(caller, time.thread_time() - began)
+                await asyncio.sleep(0)  # The others' come in later turns of the loop.
+            if not part:
+                return
+            yield part
 
     def caller(self, request: Request) -> Caller | None:
         """Whose token the request carries; None: nobody's."""
@@ -182,6 +213,14 @@ class Rates:
         left = self._filled(caller, now)
         self._keep(caller, left, now)
         return left <= 0
+
+    def seconds_until(self, caller: str, left: float, now: float) -> float:
+        """How long it takes until there is so much."""
+        if caller not in self._left:
+            return 0.0
+        filled = self._filled(caller, now)
+        self._keep(caller, filled, now)
+        return max(0.0, left - filled) / self._per_second
 
     def _filled(self, caller: str, now: float) -> float:
         left, at = self._left.pop(caller, (self._full, now))

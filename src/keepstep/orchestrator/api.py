@@ -42,6 +42,7 @@ A new path is one entry of ROUTES, at the end of this file; `make openapi` write
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Awaitable, Callable
 
@@ -71,7 +72,7 @@ from keepstep.orchestrator import (
     view,
     watching,
 )
-from keepstep.orchestrator.access import EVENTS, EXPORT, Gate, Sight, told_to
+from keepstep.orchestrator.access import EVENTS, EXPORT, UNKNOWN, Gate, Sight, told_to
 from keepstep.orchestrator.accounts import Accounts
 from keepstep.orchestrator.exporting import exported, in_parts
 from keepstep.orchestrator.http import (
@@ -123,15 +124,14 @@ class Api:
         self.watching = watching.Watching(orchestrator, Accounts(journal))
         self.own = own.Own(orchestrator, journal)
         self._pictures = Pictures(orchestrator)
+        self._telling = telling.Telling(orchestrator, self._sight_of)
 
     async def handle(self, request: Request) -> Reply:
         served = served_at(ROUTES, request.path)
         route, names = served.get(request.method, (None, {}))
         caller = self._gate.caller(request)
         if (route is None or not route.open) and caller is None:
-            return error_response(
-                401, "no token, or a wrong one", "send Authorization: Bearer <the cluster's token>"
-            )
+            return UNKNOWN
         if route is None and served:
             return error_response(
                 405, f"{request.method} is not served here", f"use {' or '.join(sorted(served))}"
@@ -165,11 +165,12 @@ class Api:
                 self._gate.charge(call.caller, time.thread_time() - began)
 
     def _sight(self, call: Call) -> Sight:
-        """What this caller may see, of the jobs that there are now."""
-        if not call.caller.project:
-            return Sight("", {})
-        jobs = self._orchestrator.cluster.jobs
-        return Sight(call.caller.project, {name: job.spec.project for name, job in jobs.items()})
+        return self._sight_of(call.caller.project)
+
+    def _sight_of(self, project: str) -> Sight:
+        """What callers of this project may see, of the jobs that there are now."""
+        jobs = self._orchestrator.cluster.jobs if project else {}
+        return Sight(project, {name: job.spec.project for name, job in jobs.items()})
 
     # ---------------------------------------------------------------- reading
 
@@ -225,7 +226,8 @@ class Api:
 
     async def _events(self, call: Call) -> Reply:
         last = call.request.headers.get("last-event-id") or call.request.query.get("after", "")
-        told = telling.events(self._orchestrator, last, lambda r: self._sight(call).record(r))
+        spent = functools.partial(self._gate.charge, call.caller)
+        told = self._telling.events(last, call.caller.project, spent)
         return Streamed(self._gate.counted(told, EVENTS, call.request, call.caller), EVENTS)
 
     # ---------------------------------------------------------------- jobs
@@ -368,7 +370,10 @@ ROUTES: tuple[Route, ...] = (
         Api._events,
         "Each decision and its reason, as they happen",
         EVENTS,
-        query={"after": "Go on after the decision with this seq; without it, from now on"},
+        query={
+            "after": "Go on after the decision with this seq; without it, from now on. An event "
+            '`gap`, {"asked", "from"}, says that some since are not kept here; 0: all that are'
+        },
         headers={"Last-Event-ID": "The same, as browsers send it"},
         role=VIEWER,
     ),

@@ -115,7 +115,7 @@ class Orchestrator:
         self._hurried = asyncio.Event()
         """Set by each step that changed something: the next tick may be due earlier now."""
         self._told = Told(config.history_entries_max)
-        self.history, self.told = self._told.records, self._told.follow
+        self.history, self.hearers = self._told.records, self._told.hearers
         self._heads: dict[str, str] = {}
         begun = begun or replica.begin(journal)
         self.endpoint = begun.endpoint

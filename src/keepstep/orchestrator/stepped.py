@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,6 @@ from keepstep.model import JobId
 from keepstep.orchestrator import brain, events, facts, policy
 from keepstep.orchestrator.journal import Entry
 
-ALIVE_SECONDS = 5.0
-"""A follower that hears nothing for longer may take us for gone."""
 AGE_SECONDS_MIN = 0.1
 """What waited for less came as it happened."""
 REPORTS_TOGETHER_MAX, ITEMS_TOGETHER_MAX = 64, 512
@@ -203,28 +201,13 @@ def record_of(seq: int, done: Stepped) -> dict[str, Any]:
 
 
 class Told:
-    """The newest records, for whoever follows them and whoever comes back."""
+    """The newest records, for whoever comes back, and who is to hear of each at once."""
 
     def __init__(self, records_max: int) -> None:
         self.records: deque[dict[str, Any]] = deque(maxlen=records_max)
-        self._more = asyncio.Event()
+        self.hearers: list[Callable[[Iterable[dict[str, Any]]], None]] = []
 
-    def tell(self, records: Iterable[dict[str, Any]]) -> None:
+    def tell(self, records: Sequence[dict[str, Any]]) -> None:
         self.records.extend(records)
-        self._more.set()
-        self._more = asyncio.Event()
-
-    async def follow(self, after: int) -> AsyncIterator[dict[str, Any] | None]:
-        """Records after a seq as they come; None every few seconds, to show that we live."""
-        while True:
-            # Taken before the look: a decision made while the caller is busy is not missed.
-            more = self._more
-            for record in tuple(self.records):
-                if record["seq"] > after:
-                    after = record["seq"]
-                    yield record
-            try:
-                async with asyncio.timeout(ALIVE_SECONDS):
-                    await more.wait()
-            except TimeoutError:
-                yield None
+        for hear in self.hearers:
+            hear(records)
