@@ -44,6 +44,19 @@ class Refusal(Permanent):
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """Decisions that nobody tells any more: a new leader keeps none of those before its term."""
+
+    asked: int
+    begins: int
+    """The stream goes on with this one."""
+
+    @property
+    def after(self) -> int:
+        return self.begins - 1
+
+
+@dataclass(frozen=True, slots=True)
 class Client:
     """One cluster, by the URL of its orchestrator, or of several."""
 
@@ -125,14 +138,20 @@ class Client:
             for line in answer:
                 yield line.decode()
 
-    def events(self, after: int | None = None) -> Iterator[dict[str, Any] | None]:
-        """Decisions as they happen; None for a sign of life. Ends when the orchestrator does."""
+    def events(self, after: int | None = None) -> Iterator[dict[str, Any] | Gap | None]:
+        """Decisions as they happen; None for a sign of life. Ends when the orchestrator does.
+        After a Gap the cluster may be another one: what is known of it has to be read again."""
         path = "/v1/events" if after is None else f"/v1/events?after={after}"
         with self._ask("GET", path, seconds_max=EVENTS_SECONDS_MAX) as answer:
             try:
+                kind = b""
                 for line in answer:
-                    if line.startswith(b"data: "):
-                        yield codec.loads(line[6:])
+                    if line.startswith(b"event:"):
+                        kind = line[6:].strip()
+                    elif line.startswith(b"data:"):
+                        if (told := _event(kind, codec.loads(line[5:]))) is not None:
+                            yield told
+                        kind = b""
                     elif line.startswith(b":"):
                         yield None
             except (OSError, http.client.HTTPException) as error:
@@ -259,6 +278,13 @@ class _Connection:
             f"no orchestrator answers at {self._url} ({error}); "
             "check --orchestrator, or whether the run has ended"
         )
+
+
+def _event(kind: bytes, plain: dict[str, Any]) -> dict[str, Any] | Gap | None:
+    """None: of a kind that a later orchestrator has, and this client does not know."""
+    if kind == b"gap":
+        return Gap(int(plain["asked"]), int(plain["from"]))
+    return None if kind else plain
 
 
 def secured(environ: Mapping[str, str]) -> ssl.SSLContext:

@@ -14,7 +14,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from keepstep.cli.client import Client, Refusal
+from keepstep.cli.client import Client, Gap, Refusal
 from keepstep.cli.cluster import LocalCluster
 from keepstep.config import LauncherConfig
 from keepstep.errors import Transient
@@ -54,7 +54,11 @@ class Follower:
                 for record in self._client.events(after):
                     if self._closed.is_set():
                         return
-                    if record is not None:
+                    if isinstance(record, Gap):
+                        # What was decided meanwhile is not told: only the state shows it.
+                        after = record.after
+                        self.news.put({"why": ""})
+                    elif record is not None:
                         after = max(after, int(record["seq"]))
                         if self._job in record["jobs"]:
                             self.news.put(record)

@@ -17,7 +17,7 @@ from typing import Any
 
 from keepstep import codec
 from keepstep.cli import common_options, view
-from keepstep.cli.client import Client, from_environment
+from keepstep.cli.client import Client, Gap, from_environment
 from keepstep.cli.fit import cut
 from keepstep.errors import Transient
 
@@ -46,7 +46,10 @@ def _lines(client: Client, *, as_json: bool, until_over: bool) -> int:
     while True:
         try:
             for record in client.events(after):
-                if record is not None:
+                if isinstance(record, Gap):
+                    after = record.after
+                    print(f"keepstep: {missed(record)}", file=sys.stderr, flush=True)
+                elif record is not None:
                     after = int(record["seq"])
                     if as_json:
                         print(codec.dumps(record).decode(), flush=True)
@@ -59,6 +62,13 @@ def _lines(client: Client, *, as_json: bool, until_over: bool) -> int:
             time.sleep(1.0)
             if until_over:
                 return 0
+
+
+def missed(gap: Gap) -> str:
+    return (
+        f"decisions after {gap.asked} were missed: who leads now tells those from {gap.begins} on; "
+        "`keepstep status` shows what became of them"
+    )
 
 
 def _screen(client: Client, *, until_over: bool) -> int:
@@ -125,7 +135,9 @@ class Feed:
         while True:
             try:
                 for record in self._client.events(after):
-                    if record is not None:
+                    if isinstance(record, Gap):
+                        after = record.after
+                    elif record is not None:
                         after = int(record["seq"])
                         self._news.put(record)
             except Transient:

@@ -125,6 +125,12 @@ async function listen() {
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
 function hear(part) {
+  if (part.includes("event: gap\n")) {
+    // Some decisions are not told any more: the next board shows what became of them.
+    state.after = Number(part.match(/^id: (\d+)$/m)[1]);
+    soon();
+    return;
+  }
   const line = part.split("\n").find((text) => text.startsWith("data: "));
   if (!line) return;
   const decision = JSON.parse(line.slice(6));

@@ -1,0 +1,82 @@
+"""Following decisions from the outside: what is told, and what is said to be missing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from keepstep.cli import watch
+from keepstep.cli.client import Client, Gap
+from keepstep.cli.follow import Follower
+
+GAP = [b"id: 8\n", b"event: gap\n", b'data:{"asked":3,"from":9}\n', b"\n"]
+DECISION = [b"id: 9\n", b'data: {"jobs":["j"],"seq":9,"why":"because"}\n', b"\n"]
+LATER = [b"event: news\n", b'data: {"of":"a later release"}\n', b"\n"]
+
+
+class Ended(Exception):
+    """The test has seen enough."""
+
+
+class Streams:
+    """What an orchestrator sends, connection by connection; and what it was asked for."""
+
+    def __init__(self, *sent: list[bytes]) -> None:
+        self._sent = list(sent)
+        self.asked: list[str] = []
+
+    @contextlib.contextmanager
+    def ask(self, method: str, path: str, **_: Any) -> Iterator[list[bytes]]:
+        self.asked.append(path)
+        if not self._sent:
+            raise Ended
+        yield self._sent.pop(0)
+
+
+def client_of(streams: Streams) -> Any:
+    return patch.object(Client, "_ask", lambda _, *args, **named: streams.ask(*args, **named))
+
+
+def test_a_gap_is_told_apart_from_decisions_and_other_kinds_are_left_out():
+    streams = Streams([b": connected\n", b"\n", *GAP, *LATER, *DECISION, b": alive\n"])
+    with client_of(streams):
+        told = list(Client("http://o:1", "t").events(3))
+    assert told == [None, Gap(3, 9), {"jobs": ["j"], "seq": 9, "why": "because"}, None]
+    assert streams.asked == ["/v1/events?after=3"]
+
+
+def test_a_launcher_looks_at_its_job_again_after_a_gap():
+    streams = Streams(GAP, DECISION)
+    with client_of(streams), patch("threading.Thread.start"):
+        follower = Follower(Client("http://o:1", "t"), "j")
+        with contextlib.suppress(Ended):
+            follower._listen()
+    assert follower.news.get_nowait() == {"why": ""}, "to look, and nothing to say"
+    assert follower.news.get_nowait()["seq"] == 9  # type: ignore[index]
+    assert streams.asked == [f"/v1/events?after={seq}" for seq in (0, 8, 9)], (
+        "it goes on from there"
+    )
+
+
+def test_a_watcher_in_a_pipe_is_told_of_a_gap(capsys: pytest.CaptureFixture[str]):
+    streams = Streams(GAP, DECISION)
+    with client_of(streams), pytest.raises(Ended):
+        watch._lines(Client("http://o:1", "t"), as_json=True, until_over=False)
+    out, err = capsys.readouterr()
+    assert out == '{"jobs":["j"],"seq":9,"why":"because"}\n'
+    assert "decisions after 3 were missed" in err
+    assert streams.asked == ["/v1/events", "/v1/events?after=8", "/v1/events?after=9"]
+
+
+def test_a_watchers_screen_goes_on_after_a_gap():
+    streams = Streams(GAP, DECISION)
+    with client_of(streams), patch("threading.Thread.start"):
+        feed = watch.Feed(Client("http://o:1", "t"))
+        with contextlib.suppress(Ended):
+            feed._listen()
+    assert [record["seq"] for record in feed.recent()] == [9]
+    assert streams.asked[1:] == ["/v1/events?after=8", "/v1/events?after=9"]
