@@ -448,12 +448,13 @@ def served(directory: Path, sizes: synthetic.Sizes = synthetic.Sizes()) -> Itera
         orchestrator._alive.heartbeats.update(synthetic.heartbeats(orchestrator.cluster))
         found.connected = orchestrator._streams
         found.connected.update(dict.fromkeys(orchestrator.cluster.nodes))
-        api = Api(orchestrator, journal, Gate(Tokens(TOKEN)), {}, quiet)
+        gate = Gate(Tokens(TOKEN))
+        api = Api(orchestrator, journal, gate, {}, quiet)
 
         async def handle(request: Request) -> Reply:
             if not found.leader:
                 return await api.handle(request)
-            follower = Follower(cast("SharedJournal", journal), found.url, quiet)
+            follower = Follower(cast("SharedJournal", journal), found.url, quiet, gate)
             follower._seen = Look(Term(2), 0, "another", found.leader, 5.0)
             return await follower.handle(request)
 

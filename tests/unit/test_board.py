@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import AsyncIterator
@@ -247,6 +248,22 @@ def test_a_board_is_made_once_for_all_who_ask_at_a_time(tmp_path: Path):
             assert (await ask(api, "/v1/board")).body == first.body
             api.watching._next_at = float("-inf")
             assert (await ask(api, "/v1/board")).body != first.body
+
+    asyncio.run(body())
+
+
+def test_a_leader_counts_the_incidents_of_its_own_term(tmp_path: Path):
+    """What was over before was counted by whoever led: to Prometheus it would be an increase."""
+
+    async def body() -> None:
+        made = synthetic.cluster(SMALL)
+        assert made.closed
+        async with serving(tmp_path, made) as api:
+            for closed in (0, 1):
+                text = (await ask(api, "/metrics")).body.decode()
+                assert f"keepstep_incident_pause_seconds_count {closed}" in text.splitlines()
+                new = dataclasses.replace(made.closed[-1], incident=synthetic.IncidentId("new"))
+                made.closed = (*made.closed, new)
 
     asyncio.run(body())
 

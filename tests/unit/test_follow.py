@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import cast
 
 import pytest
 
 from keepstep.model import Term
 from keepstep.orchestrator import replica
+from keepstep.orchestrator.access import Gate
 from keepstep.orchestrator.follow import Follower
-from keepstep.orchestrator.http import Request
+from keepstep.orchestrator.http import BadRequest, Request, Response
 from keepstep.orchestrator.journal import Loaded, Look, SharedJournal, Standing
 from keepstep.orchestrator.stepping_down import SENT_ON_SECONDS
+from keepstep.orchestrator.tokens import Role, Tokens, new
+
+OWN = "the-clusters-own-token"
+GATE = Gate(Tokens(OWN))
 
 
 class Shared:
@@ -34,7 +40,7 @@ class Shared:
         return Standing(Term(max(self.term, above) + 1), 0, "", {})
 
     def follower(self) -> Follower:
-        return Follower(cast("SharedJournal", self), "http://o1:1", lambda *_, **__: None)
+        return Follower(cast("SharedJournal", self), "http://o1:1", lambda *_, **__: None, GATE)
 
 
 @pytest.fixture
@@ -98,3 +104,47 @@ def test_whoever_else_asks_a_follower_is_no_agent(shared: Shared):
         return follower._knocks.come(asyncio.get_running_loop().time())
 
     assert not asyncio.run(asked())
+
+
+# --- what it tells Prometheus ---------------------------------------------------------------------
+
+
+def scraped(follower: Follower, token: str, looks: int = 1) -> Response:
+    async def ask() -> Response:
+        for _ in range(looks):
+            await follower._look()
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        reply = await follower.handle(Request("GET", "/metrics", {}, headers))
+        assert isinstance(reply, Response)
+        return reply
+
+    return asyncio.run(ask())
+
+
+def test_a_scrape_of_a_follower_is_answered_by_itself_and_not_by_its_leader(shared: Shared):
+    shared.looks = [Look(Term(4), 7, "o2", "http://o2:1", 5.0)]
+    reply = scraped(shared.follower(), OWN)
+    assert (reply.status, reply.headers) == (200, {}), "a scrape would follow a redirect"
+    told = {line.split(" ")[0]: line.split(" ")[-1] for line in reply.body.decode().splitlines()}
+    assert told["keepstep_leading"] == "0"
+    assert told["keepstep_follower_entries_behind"] == "7"
+    assert told["keepstep_follower_readable"] == "1"
+    assert float(told["process_resident_memory_bytes"]) > 0
+    others = ("keepstep_nodes", "keepstep_jobs", "keepstep_slots", "keepstep_incidents", "_term")
+    assert not [name for name in told if any(other in name for other in others)]
+
+
+def test_a_follower_that_has_not_seen_its_journal_says_so(shared: Shared):
+    reply = scraped(shared.follower(), OWN, looks=0)
+    assert reply.status == 200
+    assert b"keepstep_follower_readable 0" in reply.body
+
+
+def test_a_followers_numbers_need_the_token_that_a_leaders_need(shared: Shared, tmp_path: Path):
+    assert scraped(shared.follower(), "", looks=0).status == 401
+    assert scraped(shared.follower(), "another-token", looks=0).status == 401
+    follower = shared.follower()
+    text, _ = new(tmp_path / "tokens.json", "ours", Role.VIEWER, project="a")
+    follower._gate = Gate(Tokens(OWN, tmp_path / "tokens.json"))
+    with pytest.raises(BadRequest, match="what all share"):
+        scraped(follower, text, looks=0)

@@ -168,6 +168,21 @@ def test_each_incident_is_counted_once_however_often_somebody_looks():
     assert found["keepstep_incident_pause_seconds_count"] == 5
 
 
+def test_what_was_over_when_a_term_began_is_nobodys_news():
+    """A process that leads again, or takes over, would show hundreds of old ones as an increase."""
+    made = synthetic.cluster(SMALL)
+    assert len(made.closed) == 5
+    tally = Tally.after(made.closed)
+    tally.hear(made.closed)
+    assert sum(tally.outcomes.values()) == 0
+    fresh = replace(made.closed[-1], incident=synthetic.IncidentId("new"))
+    tally.hear((*made.closed[1:], fresh))
+    assert sum(tally.outcomes.values()) == sum(tally.pauses.counts) == 1
+    nothing = Tally.after(())
+    nothing.hear(made.closed)
+    assert sum(nothing.outcomes.values()) == 5
+
+
 def test_the_pause_of_a_fault_that_was_told_late_is_the_one_that_the_page_shows():
     made = synthetic.cluster(SMALL)
     late = replace(made.closed[-1], late_seconds=7.0)

@@ -163,7 +163,7 @@ async def _follow_and_lead(
     """Follow, lead, and follow again when somebody else has taken over: for ever."""
     above, wait_seconds = Term(0), 0.0
     while True:
-        follower = Follower(journal, endpoint, log)
+        follower = Follower(journal, endpoint, log, place.gate)
         door.handle_by(follower.handle)
         begun = await follower.until_leading(above, wait_seconds)
         # Whatever becomes of the journal, this process begins no term twice.

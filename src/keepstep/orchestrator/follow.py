@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from typing import TypeVar
 from urllib.parse import quote, urlencode
 
+from keepstep import exposition, logs
 from keepstep.errors import KeepstepError, Transient
 from keepstep.model import Term
-from keepstep.orchestrator import replica, watching
+from keepstep.orchestrator import metrics, replica, watching
+from keepstep.orchestrator.access import UNKNOWN, Gate
 from keepstep.orchestrator.http import Reply, Request, Response, error_response, json_response
 from keepstep.orchestrator.journal import Look, SharedJournal
 from keepstep.orchestrator.run import Log
@@ -35,6 +38,7 @@ seen. The end of a lease is known, and looked at when it comes."""
 LEASE_OVER_SECONDS = 0.02
 """After the end of a lease, by our own clock: the database's decides."""
 
+METRICS = next(route for route in watching.ROUTES if route.path == "/metrics")
 AGENTS = "/v1/agent"
 """Where an agent asks for its stream."""
 
@@ -44,12 +48,13 @@ T = TypeVar("T")
 class Follower:
     """Reads along until it may lead."""
 
-    def __init__(self, journal: SharedJournal, endpoint: str, log: Log) -> None:
+    def __init__(self, journal: SharedJournal, endpoint: str, log: Log, gate: Gate) -> None:
         self._journal = journal
         self._endpoint = endpoint
-        self._log = log
+        self._log, self._gate = log, gate
         self._replica: replica.Replica | None = None
         self._seen: Look | None = None
+        self._read_seq, self._looked_at = 0, time.monotonic()
         self._told = ""
         self._away = ""
         """Why the journal cannot be read; empty: it can."""
@@ -87,7 +92,7 @@ class Follower:
         # Who cannot read the journal could not lead.
         offers = not self._away and self._knocks.stay(asyncio.get_running_loop().time())
         seen = await _in_thread(lambda: self._journal.look(offers=offers))
-        self._seen = seen
+        self._seen, self._looked_at = seen, time.monotonic()
         if seen.lease_seconds_left > 0:
             self._say("following", f"{seen.holder} leads term {seen.term}", leader=seen.endpoint)
         try:
@@ -107,6 +112,7 @@ class Follower:
             self._replica = await _in_thread(lambda: replica.read(self._journal))
         else:
             self._replica = await _in_thread(lambda: replica.follow(known, self._journal))
+        self._read_seq = self._replica.seq if self._replica is not None else 0
 
     async def _take_over(self, above: Term) -> replica.Begun:
         standing = await _in_thread(lambda: self._journal.begin_term(self._endpoint, above))
@@ -126,7 +132,7 @@ class Follower:
     # ---------------------------------------------------------------- answering
 
     async def handle(self, request: Request) -> Reply:
-        """Who leads, and no more than that."""
+        """Who leads, and how it fares itself: no more than that."""
         seen = self._seen
         known = seen is not None and seen.lease_seconds_left > 0
         leader = seen.endpoint if seen is not None and known else ""
@@ -139,12 +145,30 @@ class Follower:
             # No redirect: a probe would follow it, and find us ready.
             fix = f"ask {leader}" if leader else "wait for a takeover"
             return error_response(503, "this orchestrator follows", fix)
+        if request.path == METRICS.path and request.method == "GET":
+            # No redirect either: a scrape would follow it, and count the leader's numbers twice.
+            return self._metrics(request)
         if request.path in watching.PARTS and request.method == "GET":
             # A page that was opened here asks for the rest of itself, and may ask nobody else.
             return watching.file(request.path)
         if request.path == AGENTS:
             self._knocks.hear(asyncio.get_running_loop().time())
         return elsewhere(leader, self._away, request)
+
+    def _metrics(self, request: Request) -> Reply:
+        caller = self._gate.caller(request)
+        if caller is None:
+            return UNKNOWN
+        self._gate.check(METRICS, caller)
+        facts = metrics.Following(
+            behind=max(0, self._seen.seq - self._read_seq) if self._seen is not None else 0,
+            look_age_seconds=time.monotonic() - self._looked_at,
+            readable=self._seen is not None and not self._away,
+            lines_told=logs.lines_told,
+            events_told=logs.events_told,
+        )
+        told = [*metrics.of_follower(facts), *exposition.of_process()]
+        return Response(200, exposition.text(told).encode(), exposition.CONTENT_TYPE)
 
 
 def elsewhere(leader: str, why: str, request: Request | None = None) -> Response:

@@ -6,14 +6,15 @@ a number too. A test holds this against 12,500 nodes and more jobs than are show
 `job_name`: `job` is Prometheus' own word for what it scrapes.
 
 What only grows is kept beside the brain, in a Tally: the brain forgets old incidents. It begins
-anew with each process, as Prometheus expects of a counter. `docs/operating.md` says which alert
-goes with which number; the names are part of what users rely on.
+anew with each term, with nothing of what was over before: that was counted by whoever led then, and
+to Prometheus it would be news. `docs/operating.md` says which alert goes with which number; the
+names are part of what users rely on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from keepstep import __version__
@@ -50,7 +51,7 @@ OUTCOMES = ("resumed", "moved", "abandoned", "parked", "fallback", "restart", "s
 
 @dataclass(slots=True)
 class Tally:
-    """What has happened so far, as far as this process knows: each incident is counted once."""
+    """What has happened in this term so far: each incident is counted once."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     pauses: Spread = field(default_factory=lambda: Spread(PAUSE_BOUNDS))
@@ -58,6 +59,11 @@ class Tally:
     phases: dict[str, float] = field(default_factory=dict)
     _counted: str = ""
     """The newest incident that is in all of these."""
+
+    @classmethod
+    def after(cls, closed: Sequence[Incident]) -> Tally:
+        """Of what is closed after these."""
+        return cls(_counted=closed[-1].incident if closed else "")
 
     def hear(self, closed: Iterable[Incident]) -> None:
         """Take in what was closed since the last time."""
@@ -111,15 +117,69 @@ def named_jobs(cluster: Cluster) -> list[Job]:
     return jobs[:JOBS_MAX]
 
 
-def _leadership(cluster: Cluster, facts: Facts) -> list[Family]:
-    levels = {level: float(count) for level, count in facts.lines_told.items()}
+@dataclass(frozen=True, slots=True)
+class Following:
+    """What one who does not lead knows of itself, at one moment."""
+
+    behind: int
+    """Entries of the journal that it has not read yet."""
+    look_age_seconds: float
+    readable: bool
+    lines_told: Mapping[str, int]
+    events_told: Mapping[str, int]
+
+
+def of_follower(facts: Following) -> list[Family]:
+    """What one that follows answers. Nothing of the cluster: its leader tells that, and what two
+    tell is summed up twice."""
+    return [
+        *_itself(leading=False),
+        gauge(
+            "keepstep_follower_entries_behind",
+            "Entries of the journal that it has not read yet; absent on one that leads.",
+            float(facts.behind),
+        ),
+        gauge(
+            "keepstep_follower_look_age_seconds",
+            "Since it last saw the journal; absent on one that leads.",
+            round(facts.look_age_seconds, 3),
+        ),
+        gauge(
+            "keepstep_follower_readable",
+            "1 while it can read the journal, and so could lead; absent on one that leads.",
+            float(facts.readable),
+        ),
+        *_log(facts.lines_told, facts.events_told),
+    ]
+
+
+def _itself(*, leading: bool) -> list[Family]:
     return [
         info("keepstep_build_info", "Which Keepstep this is.", version=__version__),
         gauge(
             "keepstep_leading",
-            "1 while this orchestrator leads; 0 while it is cut off from its journal.",
-            float(facts.leading),
+            "1 while this orchestrator leads; 0 while it follows, or is cut off from its journal.",
+            float(leading),
         ),
+    ]
+
+
+def _log(lines_told: Mapping[str, int], events_told: Mapping[str, int]) -> list[Family]:
+    levels = {level: float(count) for level, count in lines_told.items()}
+    return [
+        counters("keepstep_log_lines_total", "Lines of the log, by level.", "level", levels),
+        counters(
+            "keepstep_log_events_total",
+            "Lines of the log that tell of trouble, or of agents that come and go.",
+            "event",
+            {event: float(events_told.get(event, 0)) for event in EVENTS},
+        ),
+    ]
+
+
+def _leadership(cluster: Cluster, facts: Facts) -> list[Family]:
+    return [
+        *_itself(leading=facts.leading),
         gauge("keepstep_term", "The term that it leads.", float(cluster.term)),
         gauge("keepstep_frozen", "1 while an operator keeps everything as it is.", _flag(cluster)),
         counter(
@@ -127,13 +187,7 @@ def _leadership(cluster: Cluster, facts: Facts) -> list[Family]:
             "Decisions in the journal, over all terms.",
             float(facts.decisions),
         ),
-        counters("keepstep_log_lines_total", "Lines of the log, by level.", "level", levels),
-        counters(
-            "keepstep_log_events_total",
-            "Lines of the log that tell of trouble, or of agents that come and go.",
-            "event",
-            {event: float(facts.events_told.get(event, 0)) for event in EVENTS},
-        ),
+        *_log(facts.lines_told, facts.events_told),
     ]
 
 

@@ -64,7 +64,7 @@ class Watching:
     def __init__(self, orchestrator: Orchestrator, accounts: Accounts) -> None:
         self._orchestrator = orchestrator
         self._accounts = accounts
-        self._tally = metrics.Tally()
+        self._tally = metrics.Tally.after(orchestrator.cluster.closed)
         self._next_at = float("-inf")
         self._version = ""
         self._whole = self._rest = b""
