@@ -16,8 +16,8 @@ from keepstep.chaos.fleet_report import Month
 from keepstep.chaos.fleet_setting import MIX, Plan, jobs_of, read_mttf
 from keepstep.chaos.simulated_checks import Violation
 from keepstep.errors import ConfigError
-from keepstep.model import Generation, JobId, JobSpec, NodeId, Phase, Rank, Term
-from keepstep.orchestrator import portions, suspicion
+from keepstep.model import Generation, JobId, JobSpec, JobState, NodeId, Phase, Rank, Term
+from keepstep.orchestrator import admission, portions, suspicion
 from keepstep.portion import holders_of
 
 SEEDS = range(10)
@@ -56,6 +56,48 @@ def test_the_same_seed_gives_the_same_month():
     plan = Plan(gpus=1024, days=3.0, seed=5)
     first, second = (replace(fleet.run_month(plan), cpu_seconds=0.0) for _ in range(2))
     assert first == second
+
+
+def test_machines_that_all_lost_power_get_their_names_back(monkeypatch: pytest.MonkeyPatch):
+    """All nodes of some jobs at once: nobody is left to testify, and only their boots can."""
+
+    def fares(reboot_seconds: float, leader_dies: bool) -> tuple[set[JobState], int]:
+        told = fleet.Fleet(Plan(gpus=1024, days=1.0, mttf_hours=1e6, seed=3))
+        monkeypatch.setattr(told, "_repair_seconds", lambda: reboot_seconds)
+        told.lead()
+        told.connect(told.machines.values())
+        for spec, _ in told._specs:
+            told._submit(spec)
+        told._fleet = list(told.machines.values())
+        told.run_until(3600.0)
+        assert told.leader is not None
+        running = [job for job in told.leader.cluster.jobs.values() if job.roster is not None]
+        hit = {seat.node for job in running for seat in job.roster.seats}
+        assert len(hit) > 0.1 * len(told.machines)
+        for node in sorted(hit):
+            told._lose(told.machines[node])
+        told.run_until(3610.0)
+        if leader_dies:
+            told._kill_leader()
+        told.run_until(2 * 3600.0)
+        boots = {told.leader.cluster.nodes[node].boot for node in hit}
+        assert boots == {"b2"}, "all are known as what they are now"
+        return {told.leader.cluster.jobs[job.spec.job].state for job in running}, told.sent_away
+
+    states, _ = fares(60.0, leader_dies=False)
+    assert states <= {JobState.RUNNING, JobState.FINISHED}
+    states, sent_away = fares(12.0, leader_dies=True)
+    assert states <= {JobState.RUNNING, JobState.FINISHED}
+    assert sent_away > 0, "a new leader waits for those whom it believes in"
+
+    def until_it_is_lost(hello: wire.Hello, holder: admission.Holder, *_: float) -> object:
+        known = holder.known
+        taken = known is not None and known.alive and known.boot != hello.boot
+        return admission.Away("taken") if taken else None
+
+    monkeypatch.setattr(admission, "why_not_name", until_it_is_lost)
+    with pytest.raises(AssertionError, match="known as what they are now"):
+        fares(60.0, leader_dies=False)
 
 
 def test_a_fleet_that_believes_its_own_ears_is_caught(monkeypatch: pytest.MonkeyPatch):

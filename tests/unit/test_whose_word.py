@@ -161,16 +161,17 @@ def test_a_word_says_of_which_generation_it_is_and_nothing_else_is_one():
 
 
 def test_a_name_is_free_once_its_stream_was_closed_with_no_rank_behind_it():
-    def known(**fields) -> NodeState:
-        return replace(NodeState(NodeId("n0"), "a", 2, 1, 2, "old", 1), **fields)
+    def why_not(boot: str = "", **fields) -> admission.Away | None:
+        state = replace(NodeState(NodeId("n0"), "a", 2, 1, 2, "old", 1), **fields)
+        return admission.why_not_name(hello, admission.Holder(state, boot), 1.0, 3.5)
 
     hello = wire.Hello(NodeId("n0"), "a", 2, 1, 2, "new")
     rank, spare = Occupant(JobId("j"), Rank(0), 0), Occupant(JobId("j"), Rank(-1), 0)
-    assert admission.why_taken(hello, "", known()), "it may come back"
-    assert admission.why_taken(hello, "", known(linked=False, uses={0: rank}))
-    assert not admission.why_taken(hello, "", known(linked=False, uses={0: spare}))
-    assert not admission.why_taken(hello, "", known(linked=False)), "a run that was over"
-    assert admission.why_taken(hello, "old", known(linked=False)), "somebody is connected"
+    assert why_not(), "it may come back"
+    assert why_not(linked=False, uses={0: rank})
+    assert not why_not(linked=False, uses={0: spare})
+    assert not why_not(linked=False), "a run that was over"
+    assert why_not("old", linked=False), "somebody is connected"
 
 
 def test_in_a_doubt_nobody_is_declared_dead_by_a_node_that_has_nothing_of_the_job():

@@ -29,7 +29,8 @@ from keepstep.model import Endpoint
 SILENT_SECONDS_MAX = 4.0
 """Three pulses may get lost."""
 REFUSED_SECONDS_MAX = 6.0
-"""Longer than a dead machine of the same name is taken for alive, and than a new leader waits."""
+"""Longer than a machine that lost power is taken for one that is there. Where a name may become
+free, the orchestrator does not refuse: it closes the stream without a word, and we try on."""
 BUFFER_BYTES_MAX = 32 * 1024 * 1024
 _HEAD_BYTES_MAX = 16384
 

@@ -205,6 +205,10 @@ class Faults(World):
         self._fall_silent(machine)
 
         def back() -> None:
+            if machine.linked and self.leader is not None:
+                # Its old stream looks open until its silence is noticed.
+                self.later(2.0, back)
+                return
             machine.up, machine.linked = True, False
             machine.boot += 1
             self._come_back([machine])
@@ -233,14 +237,14 @@ class Faults(World):
                 self.away.discard(machine)
             else:
                 delay = self.random.uniform(0.5, 3.0)
-                self.later(delay, lambda m=machine: self._reconnect(m))  # type: ignore[misc]
+                self.later(delay, lambda m=machine: self.come_again(m))  # type: ignore[misc]
 
-    def _reconnect(self, machine: Machine) -> None:
+    def come_again(self, machine: Machine) -> None:
         """An agent tries until somebody serves."""
         if machine.linked or not machine.up or machine.cut or machine.deaf:
             return
         if self.leader is None or self.journal.away or self.leader.stopped:
-            self.later(2.0, lambda: self._reconnect(machine))
+            self.later(2.0, lambda: self.come_again(machine))
         else:
             self.connect([machine])
 

@@ -7,6 +7,7 @@ waits in a machine's outbox until it has said hello again.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Callable, Iterable
@@ -15,12 +16,16 @@ from random import Random
 from keepstep.chaos.fleet_jobs import Machine, Trainee, all_but
 from keepstep.chaos.fleet_leader import Leader
 from keepstep.chaos.fleet_setting import labels_of
+from keepstep.config import OrchestratorConfig
 from keepstep.model import Generation, JobId, NodeId, Phase, Rank
-from keepstep.orchestrator import events
+from keepstep.orchestrator import admission, events, nodes
 from keepstep.wire import Hello, Message, PhaseReport, SeatReport, StandbyFact, WorkerFact
 
 GATHER_SECONDS = 0.05
 """How long the tree gathers what its leaves say."""
+AGAIN_SECONDS = 2.0
+"""Between two tries of an agent that nobody lets in."""
+SILENT_SECONDS_MAX = OrchestratorConfig().silent_seconds_max
 
 
 class Tree:
@@ -38,6 +43,8 @@ class Tree:
         self.leader: Leader | None = None
         self.refused = 0
         """Orders of a term that is over."""
+        self.sent_away = 0
+        """Agents whose name was not free yet."""
         self.messages = 0
 
     # ------------------------------------------------------------ time
@@ -107,7 +114,7 @@ class Tree:
         """These agents' streams begin: hello first, then what waited."""
         if self.leader is None:
             return
-        able = [m for m in some if m.up and not (m.cut or m.deaf or m.linked)]
+        able = self._let_in([m for m in some if m.up and not (m.cut or m.deaf or m.linked)])
         for machine in able:
             self.link(machine, well=True)
             machine.term_seen = max(machine.term_seen, self.leader.term)
@@ -117,6 +124,23 @@ class Tree:
             waiting, machine.outbox = machine.outbox, []
             if waiting and machine.reachable:
                 self.feed(*waiting)
+
+    def _let_in(self, some: Iterable[Machine]) -> list[Machine]:
+        """As at the edge: the name of one who may come back is not given to another boot yet."""
+        assert self.leader is not None
+        cluster, now = self.leader.cluster, self.leader.now(self.now)
+        seconds, able = nodes.silent_seconds_max(cluster, SILENT_SECONDS_MAX), []
+        for machine in some:
+            holder = admission.Holder(cluster.nodes.get(machine.node))
+            if admission.why_not_name(self.hello(machine), holder, now, seconds) is None:
+                able.append(machine)
+            else:
+                self.sent_away += 1
+                self.later(AGAIN_SECONDS, functools.partial(self.come_again, machine))
+        return able
+
+    def come_again(self, machine: Machine) -> None:
+        """An agent tries until somebody serves; see fleet_faults.py."""
 
     # ------------------------------------------------------------ the tree
 

@@ -10,6 +10,7 @@ import dataclasses
 import hmac
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from keepstep import tls, wire
@@ -199,17 +200,50 @@ def _why_not_facts(hello: wire.Hello) -> str:
     return ""
 
 
-def why_taken(hello: wire.Hello, here: str, known: NodeState | None) -> str:
-    """Why a node cannot have its name: somebody else has it, or is about to come back. Agents
-    restart, leaders change. `here` is the boot of the one that is connected, if one is.
+@dataclass(frozen=True, slots=True)
+class Away:
+    """Why an agent is not let in."""
 
-    A machine that died without a word gives its name back once it is silent; one whose stream was
-    closed while no rank was there, at once: a run that is over and is run again.
+    why: str
+    for_good: bool = True
+    """It is told, and ends if it goes on like this. False: it is sent away without a word, and
+    tries again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has a node's name, as a leader knows it."""
+
+    known: NodeState | None
+    boot: str = ""
+    """Of the one whose stream is open here; empty: none is."""
+    quiet_seconds: float = 0.0
+    """Since that one was heard: a machine without power closes no stream."""
+
+
+def why_not_name(
+    hello: wire.Hello, holder: Holder, now: float, silent_seconds_max: float
+) -> Away | None:
+    """Why a node cannot have its name: somebody else has it, or may be about to come back, or has
+    ranks there that train. Agents restart, leaders change.
+
+    It is free once that one has been silent, or without a stream, for as long as any node may be,
+    and no job's steps speak for it. That does not wait until it counts as lost: where we suspect
+    ourselves, the new boot may be the only evidence that ever comes. A run that is over and is run
+    again has it at once.
     """
-    if here:
-        taken = here != hello.boot
-    else:
-        taken = known is not None and known.alive and known.boot != hello.boot
-    if not taken or (not here and known is not None and nodes.closed(known)):
-        return ""
-    return f"a node called {hello.node} is here already; give this one another name with --node"
+    known = holder.known
+    if holder.boot and holder.boot != hello.boot:
+        if 2 * holder.quiet_seconds > silent_seconds_max:
+            return Away(f"the stream of {hello.node} is quiet, and not yet silent", for_good=False)
+        taken = f"a node called {hello.node} is here already"
+        return Away(f"{taken}; give this one another name with --node")
+    same = holder.boot or (known is not None and known.boot == hello.boot)
+    if same or known is None or not known.alive or nodes.closed(known):
+        return None
+    if known.vouched_at >= 0 and now < known.vouched_at + silent_seconds_max:
+        return Away(f"ranks of an earlier {hello.node} make steps", for_good=False)
+    silent = 0 <= known.silent_at <= now
+    if silent or (not known.linked and now >= known.unlinked_at + silent_seconds_max):
+        return None
+    return Away(f"an earlier {hello.node} may come back", for_good=False)

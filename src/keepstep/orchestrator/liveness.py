@@ -94,6 +94,15 @@ class Liveness:
         beat = self.heartbeats.get(node)
         return tuple(pulse.job for pulse in beat.jobs) if beat else ()
 
+    def expect(self, nodes: Iterable[NodeId], until: float) -> None:
+        """They and all others have to find us: as if they were heard a little later."""
+        self.last_heard = dict.fromkeys((*self.last_heard, *nodes), until)
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """Our own loop was late by so much."""
+        heard = self.last_heard.items()
+        self.last_heard = {node: max(at, min(now, at + seconds)) for node, at in heard}
+
     def fall_silent(self, now: float, silent_seconds_max: float) -> list[tuple[NodeId, float, int]]:
         """Who is silent by now: since when, and how many others are to be told of, with them or
         soon. Nobody waits for their words any more."""

@@ -265,8 +265,7 @@ class Orchestrator:
     def _expect_all(self) -> None:
         """Nobody is connected, and all have to find us: as if they were heard a little later."""
         believed = [node.node for node in self.cluster.nodes.values() if node.alive]
-        until = self._clock.monotonic() + suspicion.TERM_GRACE_SECONDS
-        self._alive.last_heard = dict.fromkeys((*self._alive.last_heard, *believed), until)
+        self._alive.expect(believed, self._clock.monotonic() + suspicion.TERM_GRACE_SECONDS)
 
     def _handle(self, waiting: Iterable[Waiting]) -> None:
         """Step events, write the steps together, let their orders out. As many as fit into a slice
@@ -386,8 +385,7 @@ class Orchestrator:
             late = own_lateness(woken_due, now, self._config.late_seconds_max)
             if late:
                 self._log("loop.late", seconds=round(late, 3), why="deadlines pushed back")
-                heard = self._alive.last_heard.items()
-                self._alive.last_heard = {n: max(at, min(now, at + late)) for n, at in heard}
+                self._alive.forgive(late, now)
             quiet = quiet_nodes(self._alive.last_heard, now, self._beat_seconds())
             await self._hear_witnesses(quiet, now)
             if self._standing.lease_seconds:
@@ -463,13 +461,10 @@ class Orchestrator:
         except (TimeoutError, asyncio.IncompleteReadError, WireError) as error:
             await refuse(writer, f"no Hello that could be read: {error}")
             return
-        if why := self.cut_off:
-            # Without a word: one that is refused takes itself for wrongly started.
-            self._log("agent.sent_away", why=why)
-            return
-        if refusal := self._why_not(hello, writer):
-            self._log("agent.refused", why=refusal)
-            await refuse(writer, refusal)
+        if away := self._why_not(hello, writer):
+            self._log("agent.refused" if away.for_good else "agent.sent_away", why=away.why)
+            if away.for_good:
+                await refuse(writer, away.why)
             return
         if of_another(hello, self.term, self._boots):
             # Either we are deposed and do not know it yet, or the journal has forgotten a term.
@@ -500,13 +495,18 @@ class Orchestrator:
         finally:
             await self._link_ended(stream)
 
-    def _why_not(self, hello: wire.Message, writer: asyncio.StreamWriter) -> str:
+    def _why_not(self, hello: wire.Message, writer: asyncio.StreamWriter) -> admission.Away | None:
+        if why := self.cut_off:
+            # Without a word: one that is refused takes itself for wrongly started.
+            return admission.Away(why, for_good=False)
         shown, secure = writer.get_extra_info("peercert"), bool(writer.get_extra_info("sslcontext"))
-        if why := admission.why_not_agent(hello, self._token, shown, secure=secure):
-            return why
+        why = admission.why_not_agent(hello, self._token, shown, secure=secure)
+        if why := why or why_not_term(hello, self.term):
+            return admission.Away(why)
+        known, now = self.cluster.nodes.get(hello.node), self._clock.monotonic()
         boot = self._boots[hello.node] if hello.node in self._streams else ""
-        known = self.cluster.nodes.get(hello.node)
-        return why_not_term(hello, self.term) or admission.why_taken(hello, boot, known)
+        holder = admission.Holder(known, boot, now - self._alive.last_heard.get(hello.node, now))
+        return admission.why_not_name(hello, holder, self.now(), self._silent_seconds_max())
 
     async def _receive(self, stream: AgentStream, message: wire.Message) -> None:
         if self._streams.get(stream.node) is not stream:
