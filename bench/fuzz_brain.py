@@ -17,12 +17,14 @@ from typing import Any
 
 from keepstep import wire
 from keepstep.model import JobId, JobSpec, NodeId, Phase, Term
-from keepstep.orchestrator import admission, brain, events, nodes, reconcile, state, view
+from keepstep.orchestrator import admission, bounds, brain, events, nodes, reconcile, state, view
 from keepstep.orchestrator.streams import NEWS
 
 EVIL, VICTIM, OWN = NodeId("evil"), JobId("victim"), JobId("own")
 TOKEN = "token"
 MESSAGES = 30
+WHY_CHARS_MAX = 20_000
+"""Of what is told about one event, whatever it says."""
 NUMBERS = (0, 0, 1, 1, 2, 3, 5, 7, 9)
 WRONG = (-(2**31), -2, -1, 100, 10**6, 2**31, 2**53, 2**62)
 WORDS: Mapping[str, tuple[Any, ...]] = {
@@ -34,6 +36,7 @@ WORDS: Mapping[str, tuple[Any, ...]] = {
     "seq_seen": (0, 0, 0, 5, 10**9),
     "term_seen": (0, 1),
     "speaks": (wire.VERSION,),
+    **dict.fromkeys(("detail", "problem", "path", "reason"), ("", "x", "x" * 10**5)),
 }
 
 
@@ -96,7 +99,10 @@ def next_events(
     kind = chance.choice((wire.Hello, wire.Hello, *NEWS))
     message = example(kind, chance)
     if not isinstance(message, wire.Hello):
-        return [message]
+        if bounds.why_not(message, EVIL) or bounds.refused(message):
+            outcomes["refused"] += 1
+            return []
+        return [bounds.cut(message)]
     if admission.why_not_agent(message, TOKEN, None, secure=False):
         outcomes["refused"] += 1
         return []
@@ -139,6 +145,7 @@ def check(
     cluster: state.Cluster, decision: brain.Decision, seats: tuple[Any, ...], event: events.Event
 ) -> None:
     """What the loop asks after each event must have an answer, and `victim` must be as it was."""
+    assert len(decision.why) < WHY_CHARS_MAX, f"{type(event).__name__} fills the journal"
     brain.due(cluster)
     nodes.jobs_on(cluster, list(cluster.nodes))
     job = cluster.jobs[VICTIM]

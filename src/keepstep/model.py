@@ -29,6 +29,8 @@ TAINT_SECONDS = 24 * 3600.0
 TAINT_SECONDS_MAX = 365 * 24 * 3600.0
 REASON_CHARS_MAX = 500
 """Of a taint's reason: it stands in lists, logs and on the page."""
+PATH_CHARS_MAX = 4096
+"""Of a checkpoint's: as long as Linux takes one."""
 
 
 class Phase(StrEnum):

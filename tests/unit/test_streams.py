@@ -241,6 +241,14 @@ def test_nobody_rests_for_so_long_that_its_node_would_be_taken_for_silent():
     assert allowance.take(1, now=60.0) == 0.0, "silence is made good"
 
 
+def test_the_largest_frames_are_charged_piece_by_piece_as_they_are_read():
+    allowance, now = Allowance(), 50.0
+    read = 256 * 1024
+    for _ in range(2 * wire.FRAME_BYTES_MAX // read):
+        now += allowance.take(read / MESSAGE_BYTES, now)
+    assert now > 50.0 + 15.0, "two of them take longer than that"
+
+
 def test_a_new_connection_is_no_way_to_say_more(monkeypatch):
     now = 100.0
     monkeypatch.setattr("keepstep.orchestrator.streams.monotonic", lambda: now)

@@ -543,3 +543,7 @@ def test_a_checkpoint_that_nobody_can_publish_now_is_published_later() -> None:
     Session.publish(SimpleNamespace(_keeper=keeper, step=7), "path")  # type: ignore[arg-type]
     (save,) = kept
     assert (save.done, save.step, save.path) == (True, 7, "path")
+    for tell in (Session.publish, lambda session, path: Session.saving(session, None, path)):
+        with pytest.raises(ConfigError, match="give at most 4096"):
+            tell(SimpleNamespace(_keeper=keeper, step=8), "p" * 5000)
+    assert kept == [save]

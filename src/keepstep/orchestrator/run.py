@@ -33,6 +33,7 @@ from keepstep.errors import Deposed, Permanent, Transient, WireError
 from keepstep.model import NodeId, Term
 from keepstep.orchestrator import (
     admission,
+    bounds,
     brain,
     events,
     nodes,
@@ -68,7 +69,7 @@ from keepstep.orchestrator.stepped import (
     with_its_age,
 )
 from keepstep.orchestrator.stepping_down import Leaving, of_another, why_not_term
-from keepstep.orchestrator.streams import NEWS, AgentStream, Allowances, addressed, listen, refuse
+from keepstep.orchestrator.streams import AgentStream, Allowances, addressed, listen, refuse
 from keepstep.orchestrator.together import until_one_ends
 
 REREADS_MAX = 100
@@ -110,8 +111,7 @@ class Orchestrator:
         self._written_at, self._away = 0.0, False  # The journal, when we last tried to write.
         self._sent_away = False  # All agents, since it is away: none of them is connected.
         self._snapshots = Snapshots(config.snapshot_entries)
-        self._tick_waiting, self._tick_due = False, clock.monotonic()
-        self._rereads = 0
+        self._tick_waiting, self._tick_due, self._rereads = False, clock.monotonic(), 0
         self._hurried = asyncio.Event()
         """Set by each step that changed something: the next tick may be due earlier now."""
         self._told = Told(config.history_entries_max)
@@ -174,8 +174,7 @@ class Orchestrator:
     def keeping(self) -> dict[str, Any]:
         """How the journal fares, as its writer sees it."""
         silent = self._clock.monotonic() - self._written_at
-        told = keeping(self._standing, silent, self._snapshots.seq)
-        return {"away": self._away, **told}
+        return {"away": self._away, **keeping(self._standing, silent, self._snapshots.seq)}
 
     # ---------------------------------------------------------------- restore
 
@@ -515,14 +514,14 @@ class Orchestrator:
             # It names no node. An order that failed, or came too late, is told again if it counts.
             self._log("agent.refuses", node=stream.node, why=message.why[: state.DETAIL_CHARS_MAX])
             return
-        if getattr(message, "node", None) != stream.node:
-            stream.drop(f"a {type(message).__name__} of another node, or of none")
+        if why := bounds.why_not(message, stream.node):
+            stream.drop(why)
             return
         self._heard(stream.node)
-        if isinstance(message, NEWS):
-            await self._inbox.put(Waiting(message, heard_at=self._clock.monotonic()))
-        else:
-            stream.drop(f"{type(message).__name__} is not for an orchestrator")
+        if answer := bounds.refused(message):
+            stream.say(answer)
+            return
+        await self._inbox.put(Waiting(bounds.cut(message), heard_at=self._clock.monotonic()))
 
     def _beats(self, stream: AgentStream, beat: wire.Heartbeat) -> None:
         """By far the most frequent message: heard where it arrives, and kept by nobody."""
@@ -531,7 +530,8 @@ class Orchestrator:
         if beat.node != stream.node:
             stream.drop("a Heartbeat of another node, or of none")
             return
-        self._alive.hear(nodes.own_pulses(self.cluster, beat), self._clock.monotonic())
+        own = nodes.own_pulses(self.cluster, bounds.cut_beat(beat))
+        self._alive.hear(own, self._clock.monotonic())
 
     def _heard(self, node: NodeId) -> None:
         self._alive.last_heard[node] = self._clock.monotonic()

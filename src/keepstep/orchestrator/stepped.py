@@ -73,11 +73,14 @@ def next_of(batch: deque[Waiting]) -> Waiting:
     report = _joined(first)
     while report is not None:
         together.append(report)
-        items += _items(report)
+        items += items_of(report)
         following = _joined(batch[0]) if batch else None
         if following is None or following.job != report.job:
             break
-        if len(together) == REPORTS_TOGETHER_MAX or items + _items(following) > ITEMS_TOGETHER_MAX:
+        if (
+            len(together) == REPORTS_TOGETHER_MAX
+            or items + items_of(following) > ITEMS_TOGETHER_MAX
+        ):
             break
         report = following
         batch.popleft()
@@ -95,7 +98,8 @@ def _joined(item: Waiting) -> wire.PhaseReport | None:
     return None if any(seat.problem for seat in report.seats) else report
 
 
-def _items(report: wire.PhaseReport) -> int:
+def items_of(report: wire.PhaseReport) -> int:
+    """How much a report lists."""
     lists = ((s.digests, s.portions, s.entries, s.covers, s.unsynced) for s in report.seats)
     return len(report.seats) + sum(len(each) for several in lists for each in several)
 

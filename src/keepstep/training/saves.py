@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
-from keepstep.errors import Transient
+from keepstep.errors import ConfigError, Transient
+from keepstep.model import PATH_CHARS_MAX
 from keepstep.training.inner import GroupsBroken
 from keepstep.training.trouble import is_communication
 
@@ -73,6 +74,15 @@ class Save:
         if is_communication(error):
             return False
         raise error
+
+
+def check_path(path: str) -> None:
+    """The orchestrator would refuse it, and the user would learn of it at a later step."""
+    if len(path) > PATH_CHARS_MAX:
+        raise ConfigError(
+            f"a checkpoint's path of {len(path)} characters cannot be published; give at most "
+            f"{PATH_CHARS_MAX}"
+        )
 
 
 def complete(owner: Session, path: str) -> Save:

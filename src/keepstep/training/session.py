@@ -33,7 +33,7 @@ from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, WarmLoader, warm_up
 from keepstep.training.registry import Registry
 from keepstep.training.reset import ddp_modules, forget_meshes
-from keepstep.training.saves import Save, complete
+from keepstep.training.saves import Save, check_path, complete
 from keepstep.training.seat import Place, Seat, read_place
 from keepstep.training.seeded import seeded
 
@@ -302,6 +302,7 @@ class Session:
         It is published at a boundary once it is complete. If ranks are replaced meanwhile it ends
         with an error, which `wait` on what is returned here takes for what it is.
         """
+        check_path(path)
         save = Save(self, future, path)
         if self._keeper is not None:
             self._keeper.saves.add(save)
@@ -349,6 +350,7 @@ class Session:
         """
         if self._keeper is None:
             return
+        check_path(path)
         try:
             accepted, why = self._keeper.publish(self.step, path)
         except Transient:
