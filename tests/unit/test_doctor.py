@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from keepstep.cli import doctor, main
+from keepstep.cli.client import Refusal
 from keepstep.cli.findings import (
     DAY,
     GIB,
@@ -220,7 +221,7 @@ def test_a_certificate_says_when_it_expires(tmp_path: Path):
 def test_one_that_leads_and_says_no_more_is_a_finding(monkeypatch: pytest.MonkeyPatch):
     class Mute:
         def __init__(self, url: str, token: str) -> None:
-            self.url, self.token = url, token
+            self.url, self.token, self.urls = url, token, (url,)
 
         def health(self) -> dict[str, str]:
             return {"status": "leading"}
@@ -237,6 +238,53 @@ def test_one_that_leads_and_says_no_more_is_a_finding(monkeypatch: pytest.Monkey
     (found,) = [f for f in judge(doctor.look(asked)) if f.level is Level.FAIL]
     assert "it broke off its answer" in found.says
     assert found.fix
+
+
+def test_a_follower_is_asked_who_leads_and_that_one_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+    health: dict[str, dict[str, Any]] = {
+        "http://f:1": {"status": "following", "leader": "http://l:1"},
+        "http://l:1": {"status": "leading"},
+        "https://f:1": {"status": "following", "leader": "http://l:1"},
+        "http://alone:1": {"status": "following", "leader": None},
+        "http://late:1": {"status": "following", "leader": "http://dead:1"},
+    }
+
+    class Two:
+        def __init__(self, url: str, token: str) -> None:
+            self.url, self.token, self.urls = url, token, (url,)
+
+        def health(self) -> dict[str, Any]:
+            if self.url not in health:
+                raise Unreachable("no route")
+            return health[self.url]
+
+        def ready(self) -> dict[str, bool]:
+            if health[self.url]["status"] != "leading":
+                raise Refusal(503, "this orchestrator follows", "ask http://l:1")
+            return {"ready": True}
+
+        def cluster(self) -> dict[str, Any]:
+            return {"frozen": None, "nodes": {}, "agents": {}, "jobs": {"train": JOB}}
+
+        def orchestrator(self) -> dict[str, Any]:
+            return {**OWN, "clock": time.time()}
+
+    def look(url: str) -> Facts:
+        monkeypatch.setattr(doctor, "from_environment", lambda *_: Two(url, "token"))
+        return doctor.look(argparse.Namespace(orchestrator="", token_file="", certificates=[]))
+
+    monkeypatch.setattr(doctor, "Client", Two)
+    monkeypatch.setattr(doctor, "shown", lambda _: None)
+    facts = look("http://f:1")
+    assert [reached.url for reached in facts.endpoints] == ["http://f:1", "http://l:1"]
+    assert facts.picture is not None, "nodes and jobs are looked at"
+    assert worst(judge(facts)) is not Level.FAIL
+    plain = look("https://f:1")
+    assert plain.picture is None, "the token goes nowhere in plain text"
+    assert worst(judge(plain)) is Level.FAIL
+    assert ["nobody leads" in f.says for f in trouble(look("http://alone:1"))] == [True]
+    (found,) = trouble(look("http://late:1"))
+    assert "http://dead:1 does not answer" in found.says
 
 
 def test_a_dead_orchestrator_ends_the_command_with_1_and_json(

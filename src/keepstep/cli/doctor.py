@@ -84,8 +84,12 @@ def look(asked: argparse.Namespace) -> Facts:
     """All the facts that can be had; what does not answer is one of them."""
     client = from_environment(asked.orchestrator, asked.token_file)
     clients = [Client(url.strip(), client.token) for url in client.url.split(",")]
-    endpoints = tuple(_reach(each) for each in clients)
+    endpoints = [_reach(each) for each in clients]
     leading = ("leading", "cut off")
+    if all(reached.status not in leading for reached in endpoints):
+        named = dict.fromkeys(_named(reached) for reached in endpoints)
+        leaders = [Client(url, client.token) for url in named if url and url not in client.urls]
+        clients, endpoints = clients + leaders, endpoints + [_reach(each) for each in leaders]
     asks = [c for c, r in zip(clients, endpoints, strict=True) if r.status in leading]
     picture, own, seconds, now, refused, silent = None, None, 0.0, time.time(), "", ""
     try:
@@ -103,7 +107,7 @@ def look(asked: argparse.Namespace) -> Facts:
     return Facts(
         now=now,
         release=__version__,
-        endpoints=endpoints,
+        endpoints=tuple(endpoints),
         refused=refused,
         silent=silent,
         token_mode=_mode(asked.token_file or os.environ.get("KEEPSTEP_TOKEN_FILE", "")),
@@ -118,17 +122,24 @@ def look(asked: argparse.Namespace) -> Facts:
 
 def _reach(client: Client) -> Reached:
     try:
-        status = str(client.health()["status"])
+        health = client.health()
+        status, leader = str(health["status"]), str(health.get("leader") or "")
     except KeepstepError as error:
         return Reached(client.url, problem=str(error))
     try:
         client.ready()
     except KeepstepError as error:
         # One of a release before this has no such path, and says so.
-        return Reached(
-            client.url, status=status, ready=isinstance(error, Refusal) and error.status != 503
-        )
-    return Reached(client.url, status=status, ready=True)
+        ready = isinstance(error, Refusal) and error.status != 503
+        return Reached(client.url, status=status, ready=ready, leader=leader)
+    return Reached(client.url, status=status, ready=True, leader=leader)
+
+
+def _named(reached: Reached) -> str:
+    """Whom one that follows sends us to, as it sends any other command: who leads is to be asked,
+    though nobody named it here. The token does not follow into plain text."""
+    safe = reached.leader.startswith("https:") or not reached.url.startswith("https:")
+    return reached.leader if safe else ""
 
 
 def _mode(token_file: str) -> int | None:

@@ -58,6 +58,8 @@ class Reached:
     """Why there was no answer; empty: there was one."""
     status: str = ""
     ready: bool = False
+    leader: str = ""
+    """Of one that follows: who leads, by its word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +150,11 @@ def _endpoints(facts: Facts) -> Iterator[Finding]:
             f"it leads, but did not say how things are: {facts.silent}",
             "ask again; if it stays so, look for loop.late in its log: its machine is too busy",
         )
-    answered = [reached.status for reached in facts.endpoints if not reached.problem]
-    if answered and "leading" not in answered:
+    answered = [reached for reached in facts.endpoints if not reached.problem]
+    # One that is named and does not answer here has had its line.
+    mute = {reached.url for reached in facts.endpoints if reached.problem}
+    led = any(reached.status == "leading" or reached.leader in mute for reached in answered)
+    if answered and not led:
         yield Finding(
             Level.FAIL,
             "orchestrator",
