@@ -389,6 +389,28 @@ def test_the_clients_clock_plays_no_part(
     assert 50.0 < float(place.look(f"SELECT {left} FROM keepstep.standing")) <= 60.0
 
 
+def test_a_lease_by_a_clock_that_was_ahead_is_none(place: Place):
+    """As after a promotion, or a restore, on a machine whose clock is an hour behind."""
+    holder, other = place.journal("one"), place.journal("two")
+    standing = holder.begin_term()
+    moved = (
+        "UPDATE keepstep.standing SET expires_at = expires_at + {0}, written_at = written_at + {0}"
+    )
+    place.look(moved.format("interval '2 s'"))
+    with pytest.raises(Transient, match="one leads term 1"):
+        other.begin_term()
+    assert other.look().lease_seconds_left > 0, "a clock that was set right ends no lease"
+    place.look(moved.format("interval '1 h'"))
+    assert other.look().lease_seconds_left == 0.0
+    begun = other.begin_term()
+    assert (begun.term, begun.vacant_seconds) == (2, 0.0)
+    with pytest.raises(Deposed):
+        holder.append(standing.term, standing.head, [entry("late")])
+    third = place.journal("three")
+    with pytest.raises(Transient, match="two leads term 2"):
+        third.begin_term()
+
+
 def test_of_many_who_want_a_free_lease_one_gets_it(place: Place):
     place.journal().close()
     barrier = threading.Barrier(4)

@@ -21,10 +21,16 @@ SELECT set_config('statement_timeout', '10s', false),
         ELSE current_setting('synchronous_commit') END, false)
 """
 HURRY = "SELECT set_config('lock_timeout', %s, false)"
-BEGIN = """
+CLOCK_WENT_BACK = "written_at > clock_timestamp() + interval '5 s'"
+"""A write is never later than now: this database's clock is another than the one before. It was
+promoted, or put back, on a machine whose clock is behind, and a lease by the clock before would
+last for as long as that is. A clock that is merely set right, by less, ends no lease. The length of
+the lease says nothing: its holder may have another setting than whoever looks."""
+BEGIN = f"""
 WITH before AS (
     SELECT expires_at, written_at FROM keepstep.standing
     WHERE (%(returning)s AND holder = %(holder)s) OR expires_at <= clock_timestamp()
+        OR {CLOCK_WENT_BACK}
     FOR UPDATE  -- Of nobody whose lease goes on.
 )
 UPDATE keepstep.standing s
@@ -39,10 +45,10 @@ RETURNING s.term, CASE WHEN before.expires_at = '-infinity' THEN 0.0 ELSE
         THEN before.written_at
         ELSE before.expires_at - make_interval(secs => %(lease)s) END)::float8) END
 """
-LEASE = """
-SELECT term, holder, extract(epoch FROM
+LEASE = f"""
+SELECT term, holder, CASE WHEN {CLOCK_WENT_BACK} THEN 0.0 ELSE extract(epoch FROM
     -- By now its holder may have let go of it, or an older Keepstep have left -infinity there.
-    greatest(expires_at, clock_timestamp()) - clock_timestamp())::float8,
+    greatest(expires_at, clock_timestamp()) - clock_timestamp())::float8 END,
     seq, CASE WHEN endpoint_term = term THEN endpoint ELSE '' END
 FROM keepstep.standing
 """
