@@ -49,8 +49,8 @@ class Deposed(Permanent):
 class Behind(Permanent):
     """The journal has forgotten a term: whoever leads begins one above it."""
 
-    def __init__(self, term: int) -> None:
-        super().__init__(f"an agent has seen term {term}, and the journal has forgotten it")
+    def __init__(self, term: int, node: str = "an agent") -> None:
+        super().__init__(f"{node} has seen term {term}, and the journal has forgotten it")
         self.term = term
 
 

@@ -262,6 +262,20 @@ def test_who_comes_back_under_its_name_need_not_wait_and_who_leaves_lets_go(plac
     assert other.begin_term().term == 3
 
 
+def test_who_steps_down_to_begin_a_higher_term_does_so_in_its_own_lease(place: Place):
+    one, two = place.journal("one"), place.journal("two")
+    one.begin_again()
+    two.begin_term()
+    with pytest.raises(Transient, match="two leads term 1"):
+        one.begin_term()
+    two.begin_again()
+    with pytest.raises(Transient, match="two leads term 1"):
+        one.begin_term()
+    assert two.begin_term(above=Term(9)).term == 10
+    with pytest.raises(Transient, match="two leads term 10"):
+        two.begin_term()
+
+
 def test_a_name_that_two_have_is_no_way_to_depose_each_other_for_ever(place: Place):
     one, two = place.journal("same"), place.journal("same")
     one.begin_term()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from keepstep import wire
 from keepstep.errors import Alone, Behind
 from keepstep.model import Generation, JobId, JobSpec, NodeId, Term
+from keepstep.orchestrator import __main__ as process
 from keepstep.orchestrator import brain, events, state
 from keepstep.orchestrator.stepping_down import (
     ALONE_SECONDS,
     HEED_SECONDS,
     KNOCK_SECONDS_MAX,
+    OTHERS_SECONDS,
     SENT_ON_SECONDS,
     TERMS_AHEAD_MAX,
     UNHEARD_SECONDS,
@@ -171,6 +177,57 @@ def of_term(term: int) -> state.Cluster:
     cluster = state.new_cluster("test")
     brain.step(cluster, events.TermBegan(Term(term), seq=100), 0.0)
     return cluster
+
+
+def test_who_steps_down_for_a_forgotten_term_begins_the_next_one_itself(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """In its own lease: another would not know above which term, nor whom it has heeded."""
+    happened: list[object] = []
+
+    class Journal:
+        offered = None
+
+        def begin_again(self) -> None:
+            happened.append("begins again")
+
+        def let_go(self) -> None:
+            happened.append("lets go")
+
+    class Follower:
+        handle = None
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        async def until_leading(self, above: Term, wait_seconds: float) -> object:
+            happened.append((above, wait_seconds))
+            return SimpleNamespace(standing=SimpleNamespace(term=Term(above + 1)))
+
+    reasons = [Behind(9, "n3"), Alone("none of 2 nodes was heard"), asyncio.CancelledError()]
+
+    class Leader:
+        term, keeping = Term(1), None
+        leaving = SimpleNamespace(offered=None)
+
+        async def run(self) -> None:
+            raise reasons.pop(0)
+
+    async def cut() -> None:
+        pass
+
+    place: Any = SimpleNamespace(lead=lambda *_: Leader())
+    door: Any = SimpleNamespace(handle_by=lambda _: None)
+    server: Any = SimpleNamespace(cut=cut)
+    logged: dict[str, Any] = {}
+    monkeypatch.setattr(process, "Follower", Follower)
+    monkeypatch.setattr(process.lease, "kept", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(process, "log", lambda event, **facts: logged.update({event: facts}))
+    journal: Any = Journal()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(process._follow_and_lead(place, journal, door, server, "http://a:1"))
+    assert happened == [(0, 0.0), "begins again", (9, 0.0), "lets go", (10, OTHERS_SECONDS)]
+    assert "n3 has seen term 9" in logged["journal.behind"]["why"]
 
 
 def test_one_node_deposes_one_leader_a_minute():

@@ -178,6 +178,7 @@ async def _follow_and_lead(
         except Behind as error:
             log("journal.behind", why=str(error))
             above = max(above, Term(error.term))
+            journal.begin_again()
         except Alone as error:
             log("stepping_down", why=str(error))
             journal.let_go()

@@ -178,6 +178,12 @@ class PostgresJournal:
                 pass  # It ends by itself.
         self._led = None
 
+    def begin_again(self) -> None:
+        """We step down only to begin a higher term: what is left of the lease is our own, and need
+        not be waited for. Nor is it let go of: who does not know above which term would begin one
+        in vain."""
+        self._returning = self._returning or self._led is not None
+
     def close(self) -> None:
         self.let_go()
         self._drop()

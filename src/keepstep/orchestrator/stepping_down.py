@@ -15,7 +15,9 @@ would be of no use. Should they come to all and stay with none, the turns get lo
 An agent that has seen a later term is the proof that the journal was put back, and so is one that
 has seen this very term and was never greeted by its leader: it was begun before, by another, whose
 entries are gone. One that lies, or is broken, must not be able to depose every leader there is: no
-backup is a million terms old, and one node is heeded once a minute.
+backup is a million terms old, and one node is heeded once a minute by each process. Who steps down
+for it begins the next term itself, at once, in what is left of its own lease: it knows above which
+term, and that it has heeded that node.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ class Leaving:
         """What to write before we leave because of this agent; None: its word has had its turn."""
         if not heeds(self.past.heeded, hello.node, now):
             return None
-        self.why = Behind(min(hello.term_seen, TERM_MAX))
+        self.why = Behind(min(hello.term_seen, TERM_MAX), hello.node)
         return last_words(
             believed(cluster, hello), cluster.term, cluster.terms.get(cluster.term, seq)
         )
