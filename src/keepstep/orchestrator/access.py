@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from keepstep import codec, tls
 from keepstep.errors import Permanent, Transient
@@ -240,17 +240,22 @@ def told_to(caller: Caller, error: Exception) -> str:
     return "this cannot be answered now" if caller.project else str(error)
 
 
+class Projects(Protocol):
+    """Whose the names of jobs are."""
+
+    def get(self, name: str, /) -> str | None: ...
+
+
 class Sight:
     """The cluster through the eyes of one project; without a project, as it is."""
 
-    def __init__(self, project: str, projects: Mapping[str, str]) -> None:
-        """`projects`: each known job's."""
+    def __init__(self, project: str, projects: Projects) -> None:
+        """`projects`: of the jobs that there are, and of those that there were."""
         self.project, self.all = project, not project
-        self._own = frozenset(job for job, whose in projects.items() if whose == project)
-        self._others = {job.strip(".-") for job, whose in projects.items() if whose != project}
+        self._projects = projects
 
     def job(self, name: str) -> bool:
-        return self.all or name in self._own
+        return self.all or self._projects.get(name) == self.project
 
     def places(self, cluster: Cluster) -> Collection[NodeId]:
         """The nodes that have something of ours; without a project, all."""
@@ -385,7 +390,7 @@ class Sight:
         about = [named.get("job"), named.get("spec", {}).get("job"), *(f["job"] for f in facts)]
         told = (*named.get("obeyed", ()), *named.get("belongs", ()))
         keys = (*told, *entry.get("jobs", ()))
-        if any(name not in (None, job) for name in about) or any(k not in self._own for k in keys):
+        if any(name not in (None, job) for name in about) or not all(map(self.job, keys)):
             return True
         return self._anywhere(entry)
 
@@ -400,7 +405,17 @@ class Sight:
         return self._names(plain)
 
     def _names(self, text: str) -> bool:
-        return any(word.strip(".-") in self._others for word in _WORD.findall(text))
+        """Whether another project's job is among the words. What ends a sentence, or a part of
+        one, may be the end of a name as well."""
+        for found in _WORD.findall(text):
+            word = found.lstrip(".-")
+            while word:
+                if self._projects.get(word) not in (None, self.project):
+                    return True
+                if word[-1] not in ".-":
+                    break
+                word = word[:-1]
+        return False
 
     def _loan(self, loan: Mapping[str, Any]) -> dict[str, Any] | None:
         sides = [self.job(loan["lender"]), self.job(loan["borrower"])]

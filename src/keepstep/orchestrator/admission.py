@@ -103,8 +103,9 @@ def _check_policy(policy: Policy) -> None:
             raise BadRequest(400, f"policy.{field.name} is out of range", fix)
 
 
-def owned(spec: JobSpec, caller: Caller, known: Job | None) -> JobSpec:
-    """The job as this caller may submit it: within its project, and under a name of its own."""
+def owned(spec: JobSpec, caller: Caller, known: Job | None, whose: str | None = None) -> JobSpec:
+    """The job as this caller may submit it: within its project, and under a name of its own.
+    `whose`: the project that has the name, or had it; None: nobody did."""
     if caller.project and not spec.project:
         spec = dataclasses.replace(spec, project=caller.project)
     if caller.project and spec.project != caller.project:
@@ -118,12 +119,10 @@ def owned(spec: JobSpec, caller: Caller, known: Job | None) -> JobSpec:
             f"priority {spec.priority} is above {PROJECT_PRIORITY_MAX}, a project's highest",
             "give a lower --priority, or have it submitted with a token without a project",
         )
-    if known is None:
-        return spec
-    if known.spec.project != spec.project:
-        # Also when it is over: its chain and its incidents stay its owner's.
+    if whose is not None and whose != spec.project:
+        # Also when it is over, and forgotten: its chain and its incidents stay its owner's.
         raise BadRequest(409, f"the name {spec.job} is taken", "give the job another name (--job)")
-    if not known.state.over and known.spec != spec:
+    if known is not None and not known.state.over and known.spec != spec:
         fields = [field.name for field in dataclasses.fields(JobSpec)]
         other = [name for name in fields if getattr(spec, name) != getattr(known.spec, name)]
         raise BadRequest(

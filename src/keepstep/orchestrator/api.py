@@ -65,6 +65,7 @@ from keepstep.orchestrator import (
     brain,
     events,
     forecast,
+    names,
     openapi,
     own,
     state,
@@ -168,9 +169,11 @@ class Api:
         return self._sight_of(call.caller.project)
 
     def _sight_of(self, project: str) -> Sight:
-        """What callers of this project may see, of the jobs that there are now."""
-        jobs = self._orchestrator.cluster.jobs if project else {}
-        return Sight(project, {name: job.spec.project for name, job in jobs.items()})
+        """What callers of this project may see, of the jobs that there are now, and were."""
+        return Sight(project, self._owners())
+
+    def _owners(self) -> names.Owners:
+        return names.Owners(self._orchestrator.cluster)
 
     # ---------------------------------------------------------------- reading
 
@@ -243,8 +246,8 @@ class Api:
     async def _submit(self, call: Call) -> Reply:
         spec = codec.from_plain(JobSpec, call.request.json())
         admission.check(spec, self._orchestrator.cluster.nodes)
-        known = self._orchestrator.cluster.jobs.get(spec.job)
-        spec = admission.owned(spec, call.caller, known)
+        known, whose = self._orchestrator.cluster.jobs.get(spec.job), self._owners().get(spec.job)
+        spec = admission.owned(spec, call.caller, known, whose)
         decision = await self._decide(events.Submitted(spec), call)
         why = "; ".join(self._sight(call).told(decision))
         return json_response({"job": spec.job, "why": why, "new": decision.changed})

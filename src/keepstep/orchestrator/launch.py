@@ -20,7 +20,16 @@ from keepstep.model import (
     Roster,
     Seat,
 )
-from keepstep.orchestrator import orders, placing, roster, seating, slots, spares, suspicion
+from keepstep.orchestrator import (
+    names,
+    orders,
+    placing,
+    roster,
+    seating,
+    slots,
+    spares,
+    suspicion,
+)
 from keepstep.orchestrator.events import Submitted
 from keepstep.orchestrator.state import (
     CLOSED_MAX,
@@ -48,16 +57,7 @@ def submitted(turn: Turn, event: Submitted) -> None:
         turn.ignore(f"job {spec.job} is already there")
         return
     job = Job(spec, JobState.WAITING, turn.now)
-    if before is not None:
-        # The rerun goes on at the published checkpoint, and no old worker can meet a new one.
-        job.generation, job.promised = before.generation, before.promised
-        job.published_step, job.published_path = before.published_step, before.published_path
-        job.contaminated = before.contaminated
-        # Agents remember how each incarnation ended: the rerun's must not be taken for them.
-        job.first_incarnation = before.first_incarnation
-        if before.roster is not None:
-            seats = before.roster.seats
-            job.first_incarnation = max(next_incarnation(before, seat) for seat in seats)
+    names.go_on(cluster, job)
     cluster.jobs[spec.job] = job
     cluster.open_jobs = tuple(sorted((*cluster.open_jobs, spec.job)))
     turn.note(f"job {spec.job} waits for {spec.nodes} nodes with {spec.ranks_per_node} slots", job)
@@ -372,5 +372,5 @@ def finish(turn: Turn, job: Job, state: JobState, exit_code: int, why: str) -> N
         key=lambda j: (j.since, j.spec.job),
     )
     for old in over[: 1 - JOBS_OVER_MAX]:
-        del cluster.jobs[old.spec.job]
+        names.forget(cluster, old)
     start_waiting(turn)

@@ -5,6 +5,7 @@ of it is the text of nodes, few of which have changed since the last time. So te
 
     of a node       for as long as it equals what its text was made of
     of a roster     for as long as there is the roster: rosters never change
+    of a past name  for as long as there is its record, which never changes either
     of the rest     not at all
 
 and put together to the very bytes that codec.dumps would make of the whole. (Equal is equal in
@@ -27,8 +28,9 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from keepstep import codec
-from keepstep.model import NodeId, Roster
+from keepstep.model import JobId, NodeId, Roster
 from keepstep.orchestrator import brain, events
+from keepstep.orchestrator.past import Past
 from keepstep.orchestrator.state import Cluster, Job, NodeState, Occupant, Settled
 
 LARGE_NODES, ENTRIES_PER_NODE, ENTRIES_MOST = 1000, 3, 15_000
@@ -100,6 +102,7 @@ class Texts:
         self._nodes: dict[NodeId, _Node] = {}
         self._rosters: dict[int, tuple[Roster, str]] = {}
         """By identity: a roster that is kept here has its number for itself."""
+        self._past: dict[JobId, tuple[Past, str]] = {}
         self._ahead = 0
 
     def body(self, cluster: Cluster, now: float) -> str:
@@ -117,7 +120,8 @@ class Texts:
         )
         if len(self._nodes) > len(cluster.nodes):
             self._nodes = {name: self._nodes[name] for name in cluster.nodes}
-        return _object(cluster, {"jobs": f"{{{jobs}}}", "nodes": f"{{{nodes}}}"})
+        past = self._of_past(cluster)
+        return _object(cluster, {"jobs": f"{{{jobs}}}", "nodes": f"{{{nodes}}}", "past": past})
 
     def look_ahead(self, cluster: Cluster, made_max: int = AHEAD_NODES) -> bool:
         """Make the texts of some nodes that have changed. True: all have been looked at since the
@@ -148,6 +152,15 @@ class Texts:
             known = _Node(scalars, dict(state.uses), dict(state.labels), text)
             self._nodes[name] = known
         return known.text
+
+    def _of_past(self, cluster: Cluster) -> str:
+        before, self._past = self._past, {}
+        for name in sorted(cluster.past):
+            past, known = cluster.past[name], before.get(name)
+            if known is None or known[0] is not past:
+                known = (past, f"{_json(name)}:{_json(past)}")
+            self._past[name] = known
+        return f"{{{','.join(text for _, text in self._past.values())}}}"
 
     def _job(self, job: Job, before: Mapping[int, tuple[Roster, str]]) -> str:
         settled = ",".join(

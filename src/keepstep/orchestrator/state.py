@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -35,6 +34,7 @@ from keepstep.model import (
     Sign,
     Term,
 )
+from keepstep.orchestrator.past import Past
 from keepstep.wire import Home, SeatReport
 
 CLOSED_MAX = 1000
@@ -457,6 +457,10 @@ class Cluster:
     """Agents report through a tree: the node where a generation meets speaks for all its ranks."""
     jobs: dict[JobId, Job] = field(default_factory=dict)
     open_jobs: tuple[JobId, ...] = ()
+    past: dict[JobId, Past] = field(default_factory=dict)
+    """Of names whose jobs are forgotten."""
+    past_number: int = 0
+    """The highest generation or incarnation of all names that are forgotten as well."""
     taints: dict[str, tuple[Taint, ...]] = field(default_factory=dict)
     """By place, the worst first: see `put_taint`. No place has an empty tuple."""
     requests: dict[str, int] = field(default_factory=dict)
@@ -538,13 +542,3 @@ def put_taint(cluster: Cluster, place: str, taint: Taint) -> None:
     mild = list(Severity)
     ordered = sorted((*others, taint), key=lambda t: (-mild.index(t.severity), t.source))
     cluster.taints[place] = tuple(ordered[:TAINTS_PER_PLACE_MAX])
-
-
-def drop_taints(cluster: Cluster, place: str, gone: Iterable[Taint]) -> None:
-    """These taints of a place do not hold any more."""
-    lifted = {taint.source for taint in gone}
-    left = tuple(taint for taint in cluster.taints[place] if taint.source not in lifted)
-    if left:
-        cluster.taints[place] = left
-    else:
-        del cluster.taints[place]

@@ -12,17 +12,17 @@ A drain is an operator's word: it has no end, and takes a node out altogether.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from keepstep.model import REASON_CHARS_MAX, TAINT_SECONDS_MAX, NodeId, Severity
 from keepstep.orchestrator import homes, planned, spares
 from keepstep.orchestrator.events import TaintAsked, UntaintAsked
 from keepstep.orchestrator.state import (
+    Cluster,
     Job,
     NodeState,
     Taint,
-    drop_taints,
     place_key,
     put_taint,
 )
@@ -169,7 +169,7 @@ def _replace_wishes(turn: Turn, place: str, before: Taint, new: Taint) -> None:
 
 
 def _lift(turn: Turn, place: str, gone: Sequence[Taint], *, expired: bool = False) -> None:
-    drop_taints(turn.cluster, place, gone)
+    _drop(turn.cluster, place, gone)
     left = ", ".join(taint.source for taint in turn.cluster.taints.get(place, ()))
     still = f"; it is still tainted by {left}" if left else ""
     for taint in gone:
@@ -186,6 +186,16 @@ def _lift(turn: Turn, place: str, gone: Sequence[Taint], *, expired: bool = Fals
 def _withdraw(turn: Turn, why: str) -> None:
     for name in turn.cluster.open_jobs:
         planned.withdraw(turn, turn.cluster.jobs[name], why)
+
+
+def _drop(cluster: Cluster, place: str, gone: Iterable[Taint]) -> None:
+    """These taints of a place do not hold any more."""
+    lifted = {taint.source for taint in gone}
+    left = tuple(taint for taint in cluster.taints[place] if taint.source not in lifted)
+    if left:
+        cluster.taints[place] = left
+    else:
+        del cluster.taints[place]
 
 
 # ---------------------------------------------------------------- who is there
