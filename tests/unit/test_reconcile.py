@@ -155,6 +155,76 @@ def test_workers_that_the_journal_forgot_are_left_alone_on_however_many_nodes():
     )
 
 
+def behind(cluster: state.Cluster, node: str, now: float) -> None:
+    """A node shows that it has obeyed entries of the first term that this journal lacks."""
+    gap = reconcile.gap(cluster, Term(2), 50, hello(node, term=1, seq=90))
+    assert gap is not None
+    step(cluster, gap, now)
+
+
+def test_what_is_left_of_a_job_that_ended_after_a_gap_is_ended():
+    cluster = running()
+    behind(cluster, "n0", 10.1)
+    known = {str(JOB): Generation(1)}
+    step(cluster, hello("n0", worker(0), term=1, seq=90, obeyed=known), 10.2)
+    step(cluster, hello("n1", worker(1), obeyed=known), 10.3)
+    step(cluster, events.StopAsked(JOB, "enough"), 20.0)
+    assert cluster.jobs[JOB].state is JobState.STOPPED
+    assert "n0" in cluster.ahead
+    # A stop that did not reach it; it comes back, as the same or with orders of this history.
+    for seq, term, now in ((90, 1, 25.0), (60, 2, 30.0)):
+        told = step(cluster, hello("n0", worker(0), term=term, seq=seq), now)
+        (order,) = told.orders
+        assert isinstance(order.action, wire.Fence)
+    assert "n0" not in cluster.ahead, "it has obeyed what is here"
+    ((_, answer),) = step(cluster, publish("n0", 1), 31.0).answers
+    assert not answer.accepted
+    for number in range(state.JOBS_OVER_MAX):
+        name = JobId(f"other{number}")
+        step(cluster, events.Submitted(JobSpec(name, "t.py", nodes=9)), 40.0 + number)
+        step(cluster, events.StopAsked(name, "enough"), 40.0 + number)
+    assert JOB not in cluster.jobs
+    (order,) = step(cluster, hello("n0", worker(0), term=2, seq=61), 900.0).orders
+    assert isinstance(order.action, wire.Fence), "also when the job is forgotten"
+
+
+def test_what_a_job_that_had_ended_before_a_gap_runs_is_left_alone_also_later():
+    cluster = running()
+    step(cluster, events.StopAsked(JOB, "enough"), 11.0)
+    step(cluster, hello("n0"), 11.1)
+    behind(cluster, "n0", 12.0)
+    # It was submitted again in what the journal lacks; and one was that it has never seen.
+    there = (worker(0, generation=2), replace(worker(0, JobId("other")), slot=1))
+    assert step(cluster, hello("n0", *there, term=1, seq=90), 12.1).orders == ()
+    assert step(cluster, hello("n0", *there, term=2, seq=60), 90.0).orders == ()
+    assert step(cluster, publish("n0", 2), 91.0).answers == ()
+    assert step(cluster, publish("n0", 2, JobId("other")), 91.0).answers == ()
+
+
+@pytest.mark.parametrize("name", [JOB, JobId("other")])
+def test_a_name_that_ran_in_what_was_forgotten_does_not_get_its_numbers_again(name: JobId):
+    cluster = running()
+    step(cluster, events.StopAsked(JOB, "enough"), 11.0)
+    behind(cluster, "n0", 12.0)
+    ran = {str(name): Generation(2)}
+    step(cluster, hello("n0", term=1, seq=90, obeyed=ran), 12.1)
+    step(cluster, hello("n1"), 12.2)
+    started = step(cluster, events.Submitted(JobSpec(name, "t.py")), 20.0).orders
+    (order,) = [order for order in started if isinstance(order.action, wire.StartWorkers)]
+    assert isinstance(order.action, wire.StartWorkers)
+    assert order.generation > 2
+    assert order.action.seats[0].incarnation >= reconcile.INCARNATIONS_SKIPPED
+    assert cluster.jobs[name].unsure is None
+
+
+def test_nobody_uses_up_the_numbers_without_having_been_told_of_them():
+    cluster = running()
+    behind(cluster, "n0", 12.0)
+    lie = replace(hello("n0", term=1, seq=90), obeyed={"other": Generation(2**52)})
+    step(cluster, replace(lie, belongs={"other": f"{2**52}/{'0' * 64}"}), 12.1)
+    assert cluster.past_number == 0
+
+
 def test_a_stray_on_a_node_that_is_not_ahead_is_fenced():
     cluster = state.new_cluster("test")
     (order,) = step(cluster, hello("n0", worker(0, JobId("other"))), 12.0).orders

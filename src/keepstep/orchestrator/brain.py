@@ -461,7 +461,7 @@ def _publish(turn: Turn, event: Publish) -> None:
     job = turn.cluster.jobs.get(event.job)
     state = turn.cluster.nodes.get(event.node)
     unsure = job is not None and job.unsure is not None
-    if unsure or reconcile.forgotten(turn.cluster, job, event.node):
+    if unsure or reconcile.forgotten(turn.cluster, event.job, event.node):
         # It may be the journal that is behind, not this worker: it asks again without an answer.
         turn.ignore(f"checkpoint {event.path} has to wait: the journal is behind")
         return

@@ -56,15 +56,14 @@ def go_on(cluster: Cluster, job: Job) -> None:
     before, past = cluster.jobs.get(name), cluster.past.pop(name, None)
     if before is not None:
         past = past_of(before)
-    if past is None:
-        job.generation = job.promised = Generation(cluster.past_number)
-        job.first_incarnation = cluster.past_number
-        return
-    # The rerun goes on at the published checkpoint, and no old worker can meet a new one.
-    job.generation, job.promised = past.generation, past.promised
-    job.published_step, job.published_path = past.published_step, past.published_path
-    job.contaminated = past.contaminated
-    job.first_incarnation = past.first_incarnation
+    job.promised = Generation(cluster.past_number)
+    job.first_incarnation = cluster.past_number
+    if past is not None:
+        # The rerun goes on at the published checkpoint, and no old worker can meet a new one.
+        job.generation, job.promised = past.generation, max(past.promised, job.promised)
+        job.published_step, job.published_path = past.published_step, past.published_path
+        job.contaminated = past.contaminated
+        job.first_incarnation = max(past.first_incarnation, job.first_incarnation)
 
 
 def forget(cluster: Cluster, job: Job) -> None:

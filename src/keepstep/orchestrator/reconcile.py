@@ -76,7 +76,7 @@ def behind(turn: Turn, event: JournalBehind) -> None:
     cluster = turn.cluster
     found = Gap(turn.now, event.node, event.term_seen, event.first, event.seq_seen)
     cluster.gaps = (*cluster.gaps, found)[-GAPS_MAX:]
-    cluster.ahead[event.node] = event.seq_seen
+    cluster.ahead[event.node], cluster.behind_at[event.node] = event.seq_seen, turn.now
     turn.note(
         f"this journal is behind: {event.node} has obeyed entry {event.seq_seen} of term "
         f"{event.term_seen}, and {event.first} to {event.seq_seen} are not here"
@@ -98,9 +98,13 @@ def _under_way(job: Job) -> bool:
 
 def hear(turn: Turn, state: NodeState, event: Hello) -> None:
     """What one agent knows of the jobs in doubt; its word may be what brings one into doubt."""
+    if turn.cluster.ahead.get(event.node, event.seq_seen) != event.seq_seen:
+        # Since the gap was written down it has obeyed entries that are here.
+        del turn.cluster.ahead[event.node]
     for name, generation in sorted(event.obeyed.items()):
         job = turn.cluster.jobs.get(JobId(name))
         if job is None or job.state.over:
+            _skip_numbers(turn.cluster, JobId(name), event)
             continue
         # Nearly always it knows no more than we do: then nobody looks through the seats for it.
         later = generation > job.promised or job.unsure is not None
@@ -127,6 +131,17 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
             # Of a rank that only an earlier, larger run had there is no seat.
             keep_slot(turn, state, fact, fenced=fact.rank >= job.spec.world_size)
         turn.touched = True
+
+
+def _skip_numbers(cluster: Cluster, name: JobId, hello: Hello) -> None:
+    """A run that the journal lacks, of a name that does not run here: whoever runs it again gets
+    numbers that no agent takes for those of then."""
+    told = _told(cluster, name, hello) if forgotten(cluster, name, hello.node) else None
+    job, past = cluster.jobs.get(name), cluster.past.get(name)
+    known = job.promised if job is not None else past.promised if past is not None else 0
+    if told is not None and told > max(known, cluster.past_number):
+        floor = max(told, cluster.term * INCARNATIONS_SKIPPED)
+        cluster.past_number = floor + INCARNATIONS_SKIPPED
 
 
 def _disbelieve(turn: Turn, job: Job, state: NodeState, facts: list[WorkerFact]) -> None:
@@ -163,12 +178,19 @@ def _belongs(cluster: Cluster, job: Job, hello: Hello) -> bool:
         return True
     if now is not None and any(seat.node == node for seat in now.seats):
         return True
+    told = _told(cluster, name, hello)
+    return told is not None and told >= job.generation
+
+
+def _told(cluster: Cluster, name: JobId, hello: Hello) -> Generation | None:
+    """The generation of a job that a node shows it was told of."""
     said = hello.belongs.get(str(name), "")
     generation = belonging.generation_of(said)
-    if generation is None or generation < job.generation:
-        return False
+    if generation is None:
+        return None
     secret = generation_secret(cluster, name, generation)
-    return belonging.same(said, belonging.word(secret, name, generation, node))
+    real = belonging.same(said, belonging.word(secret, name, generation, hello.node))
+    return generation if real else None
 
 
 def _doubt(turn: Turn, job: Job, generation: Generation, node: NodeId) -> None:
@@ -206,7 +228,7 @@ def left_alone(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
     job = cluster.jobs.get(fact.job)
     if job is not None and job.unsure is not None:
         return True
-    if not forgotten(cluster, job, state.node):
+    if not forgotten(cluster, fact.job, state.node):
         return False
     keep_slot(turn, state, fact, fenced=True)
     turn.note(
@@ -216,10 +238,16 @@ def left_alone(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
     return True
 
 
-def forgotten(cluster: Cluster, job: Job | None, node: NodeId) -> bool:
-    """A job that does not run here, while this node has obeyed what the journal does not have."""
-    behind_it = node in cluster.ahead or any(gap.node == node for gap in cluster.gaps)
-    return (job is None or job.state.over) and behind_it
+def forgotten(cluster: Cluster, name: JobId, node: NodeId) -> bool:
+    """A job that does not run here, and may have run on in what the journal lacks, which this node
+    has obeyed. What ended after that was found ended for good: its workers are not left alone."""
+    behind_at = cluster.behind_at.get(node)
+    if behind_at is None:
+        return False
+    job, past = cluster.jobs.get(name), cluster.past.get(name)
+    if job is not None:
+        return job.state.over and job.since <= behind_at
+    return past is None or past.ended_at <= behind_at
 
 
 def heard(turn: Turn, job: Job, event: Message) -> None:

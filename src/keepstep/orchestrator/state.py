@@ -477,7 +477,10 @@ class Cluster:
     """The newest generation of each open job when this term began."""
     gaps: tuple[Gap, ...] = ()
     ahead: dict[NodeId, int] = field(default_factory=dict)
-    """Nodes that obeyed entries which this journal does not have, and the last of those."""
+    """Nodes that obeyed entries which this journal does not have, and the last of those; until
+    they have obeyed one that it has."""
+    behind_at: dict[NodeId, float] = field(default_factory=dict)
+    """When a node last showed such entries: what had ended by then may have gone on in them."""
 
     def next(self) -> int:
         self.counter += 1
