@@ -223,7 +223,7 @@ async def test_a_project_cannot_touch_anothers_job_nor_what_all_share(made: Serv
         if route.method == "POST" and route.path != "/v1/jobs":
             status, _ = await made.ask("operatora", "POST", path, bodies.get(route.path, {}))
             assert status == (403 if route.shared else 404), path
-    other = codec.to_plain(JobSpec(JobId("new"), "t.py", project="b"))
+    other = codec.to_plain(JobSpec(JobId("fresh"), "t.py", project="b"))
     assert (await made.ask("operatora", "POST", "/v1/jobs", other))[0] == 403
     taken = codec.to_plain(JobSpec(JobId(SECRET), "t.py"))
     status, text = await made.ask("operatora", "POST", "/v1/jobs", taken)
@@ -233,12 +233,12 @@ async def test_a_project_cannot_touch_anothers_job_nor_what_all_share(made: Serv
 
 @in_two_projects
 async def test_a_job_belongs_to_the_project_of_its_token(made: Served):
-    plain = codec.to_plain(JobSpec(JobId("new"), "t.py"))
+    plain = codec.to_plain(JobSpec(JobId("fresh"), "t.py"))
     assert (await made.ask("operatora", "POST", "/v1/jobs", plain))[0] == 200
-    assert made.orchestrator.cluster.jobs[JobId("new")].spec.project == "a"
+    assert made.orchestrator.cluster.jobs[JobId("fresh")].spec.project == "a"
     assert (await made.ask("operatora", "POST", "/v1/jobs", plain))[0] == 200, "and again"
-    assert (await made.ask("viewerb", "GET", "/v1/jobs/new"))[0] == 404
-    assert (await made.ask("viewera", "GET", "/v1/jobs/new"))[0] == 200
+    assert (await made.ask("viewerb", "GET", "/v1/jobs/fresh"))[0] == 404
+    assert (await made.ask("viewera", "GET", "/v1/jobs/fresh"))[0] == 200
 
 
 def test_one_projects_keys_are_none_of_anothers():
@@ -397,15 +397,15 @@ def submitted(job: str, project: str) -> dict[str, Any]:
 
 
 def test_a_chain_withholds_who_had_the_name_before_and_what_tells_of_others():
-    sight = Sight("a", {"j": "a", "x": "b"})
+    sight = Sight("a", {"j": "a", "xlm": "b"})
     facts = [{"job": "gone", "rank": 0}]
     chain = [
         link(1, submitted("j", "b")),
         link(2, {"kind": "StopAsked", "body": {"job": "j"}}),
         link(3, submitted("j", "a")),
         link(4, {"kind": "Hello", "body": {"node": "n", "workers": facts}}),
-        link(5, submitted("x", "b")),
-        link(6, {"kind": "NodeSilent", "body": {"node": "n"}}, why="x and j lose a rank"),
+        link(5, submitted("xlm", "b")),
+        link(6, {"kind": "NodeSilent", "body": {"node": "n"}}, why="xlm and j lose a rank"),
         link(7, {"kind": "StopAsked", "body": {"job": "j"}}, why="j ends"),
         link(8, {"kind": "Hello", "body": {"node": "n", "obeyed": {"j": 2, "forgotten": 1}}}),
     ]
@@ -418,19 +418,19 @@ def test_a_chain_withholds_who_had_the_name_before_and_what_tells_of_others():
 @pytest.mark.parametrize(
     ("text", "withheld"),
     [
-        ("job b lends", True),
-        ("what b: lends", True),
-        ("as of b. And", True),
-        ("(b) is there", True),
-        ("see /logs/b/rank_0.log now", True),
-        ("job b-2 lends", False),
-        ("job a.b lends", False),
-        ("nb lends", False),
-        ("b", False),
+        ("job bert lends", True),
+        ("what bert: lends", True),
+        ("as of bert. And", True),
+        ("(bert) is there", True),
+        ("see /logs/bert/rank_0.log now", True),
+        ("job bert-2 lends", False),
+        ("job a.bert lends", False),
+        ("nbert lends", False),
+        ("bert", False),
     ],
 )
 def test_a_sentence_that_names_another_projects_job_is_withheld_whole(text: str, withheld: bool):
-    sight = Sight("a", {"b": "b", "a.b": "a", "b-2": "a"})
+    sight = Sight("a", {"bert": "b", "a.bert": "a", "bert-2": "a"})
     assert sight.cleaned({"x": [text]})["x"] == [WITHHELD if withheld else text]
 
 
@@ -442,10 +442,10 @@ def test_a_decision_tells_a_project_what_becomes_of_its_own_jobs():
 
 
 def test_what_would_help_is_told_to_owners_as_far_as_they_can_do_it():
-    help_ = "no room; what would help: keepstep undrain n9: 2 free slots (x); or add a node"
-    told = ["keepstep undrain n9: 2 free slots (x)", "keepstep stop --save j: 2 slots", ADD]
-    plain = {"remedies": [*told, "keepstep stop --save x: 2 slots"], "why": help_}
-    for others in ({"x": "b"}, {}):
+    help_ = "no room; what would help: keepstep undrain n9: 2 free slots (xlm); or add a node"
+    told = ["keepstep undrain n9: 2 free slots (xlm)", "keepstep stop --save j: 2 slots", ADD]
+    plain = {"remedies": [*told, "keepstep stop --save xlm: 2 slots"], "why": help_}
+    for others in ({"xlm": "b"}, {}):
         shown = Sight("a", {"j": "a", **others}).cleaned(plain)
         assert shown["why"] == "no room; what would help: whoever runs the cluster can make room"
         assert shown["remedies"][:2] == told[1:]
@@ -463,8 +463,7 @@ def test_a_job_called_like_a_word_of_the_journal_hides_nothing_of_others():
         link(3, seen),
         link(4, {"kind": "StopAsked", "body": {"job": "j"}}, why="rank is stopped for j"),
     ]
-    shown = [WITHHELD not in one.body for one in sight.links("j", chain, "a")]
-    assert shown == [True, True, True, False]
+    assert all(WITHHELD not in one.body for one in sight.links("j", chain, "a"))
 
 
 @in_two_projects
@@ -516,8 +515,6 @@ BAD_SPECS: list[dict[str, Any]] = [
     {"job": "boot"},
     {"job": "agent.lock"},
     {"job": "logs"},
-    {"job": "rank"},
-    {"job": "kind"},
     {"nodes": 0},
     {"nodes": -1},
     {"nodes": 10**9},

@@ -154,7 +154,7 @@ def shared() -> state.Cluster:
     for node in ("n0", "n1", "n2"):
         brain.step(cluster, wire.Hello(NodeId(node), node, 2, 1, 2, "b"), 0.0)
     brain.step(cluster, events.DrainAsked(NodeId("n2"), "patches"), 0.0)
-    for name, project, priority in (("mine", "a", 5), ("other", "b", 0)):
+    for name, project, priority in (("mine", "a", 5), ("zebra", "b", 0)):
         spec = JobSpec(JobId(name), "t.py", nodes=2, priority=priority, project=project)
         brain.step(cluster, events.Submitted(spec), 0.0)
         job = cluster.jobs[JobId(name)]
@@ -169,7 +169,7 @@ def shared() -> state.Cluster:
 @pytest.mark.parametrize("fault", ["node:n1", "drain:n1"])
 def test_a_forecast_tells_a_project_of_its_own_jobs_only(fault: str):
     cluster = shared()
-    sight = Sight("a", {"mine": "a", "other": "b"})
+    sight = Sight("a", {"mine": "a", "zebra": "b"})
     seen = forecast.Seen(sight.places(cluster), sight.job)
     (whole,) = forecast.policy_view(cluster, JobId("mine"), (fault,), 5.0)["forecasts"]
     (mine,) = forecast.policy_view(cluster, JobId("mine"), (fault,), 5.0, seen)["forecasts"]

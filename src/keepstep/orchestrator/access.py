@@ -12,7 +12,15 @@ import asyncio
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,7 +28,7 @@ from typing import Any, Protocol
 from keepstep import codec, tls
 from keepstep.errors import Permanent, Transient
 from keepstep.model import JobId, NodeId
-from keepstep.orchestrator import remedies
+from keepstep.orchestrator import remedies, words
 from keepstep.orchestrator.brain import Decision
 from keepstep.orchestrator.http import BadRequest, Request, error_response
 from keepstep.orchestrator.journal import Link
@@ -249,10 +257,10 @@ class Projects(Protocol):
 class Sight:
     """The cluster through the eyes of one project; without a project, as it is."""
 
-    def __init__(self, project: str, projects: Projects) -> None:
+    def __init__(self, project: str, projects: Projects, nodes: Container[str] = ()) -> None:
         """`projects`: of the jobs that there are, and of those that there were."""
         self.project, self.all = project, not project
-        self._projects = projects
+        self._projects, self._nodes = projects, nodes
 
     def job(self, name: str) -> bool:
         return self.all or self._projects.get(name) == self.project
@@ -392,6 +400,9 @@ class Sight:
         keys = (*told, *entry.get("jobs", ()))
         if any(name not in (None, job) for name in about) or not all(map(self.job, keys)):
             return True
+        if entry["event"]["kind"] == "Submitted":
+            # What an owner wrote into its own job's paths and variables is its own.
+            entry = {**entry, "event": {}}
         return self._anywhere(entry)
 
     def _anywhere(self, plain: Any, field: str = "") -> bool:
@@ -410,12 +421,17 @@ class Sight:
         for found in _WORD.findall(text):
             word = found.lstrip(".-")
             while word:
-                if self._projects.get(word) not in (None, self.project):
+                if self._projects.get(word) not in (None, self.project) and self._tells(word):
                     return True
                 if word[-1] not in ".-":
                     break
                 word = word[:-1]
         return False
+
+    def _tells(self, name: str) -> bool:
+        """Whether it is this name that is meant where a sentence has the word: else whoever calls a
+        job like a node, or like a word of ours, would have others' sentences withheld."""
+        return name not in self._nodes and not words.ours(name)
 
     def _loan(self, loan: Mapping[str, Any]) -> dict[str, Any] | None:
         sides = [self.job(loan["lender"]), self.job(loan["borrower"])]

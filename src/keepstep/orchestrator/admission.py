@@ -15,7 +15,7 @@ from typing import Any
 
 from keepstep import tls, wire
 from keepstep.model import JobSpec, NodeId, Policy, Rank
-from keepstep.orchestrator import nodes, planned
+from keepstep.orchestrator import nodes, planned, words
 from keepstep.orchestrator.http import BadRequest
 from keepstep.orchestrator.state import Job, NodeState
 from keepstep.orchestrator.tokens import NAME, Caller
@@ -29,11 +29,6 @@ FILES = re.compile(
     r"|preload\.(log|sock)"
 )
 """What an agent keeps in its room, where each job has a directory of its name (agent/room.py)."""
-WORDS = re.compile(
-    "a|all|and|are|at|boundary|by|fenced|for|from|generation|has|in|incarnation|is|it|its|kind|no|"
-    "node|nodes|not|of|on|or|rank|ranks|slot|spare|standby|step|that|the|to|was|with"
-)
-"""A sentence with another project's job in it is withheld: these are in most sentences."""
 BOUNDS: Mapping[str, tuple[int, int]] = {
     "nodes": (1, 100_000),
     "ranks_per_node": (1, 1024),
@@ -58,18 +53,16 @@ NUMBER_MAX = 2**53
 """Of a rank, an incarnation or a generation: whoever says more wants to use up the numbers."""
 
 
-def check(spec: JobSpec, nodes: Collection[NodeId] = ()) -> None:
-    """Raises BadRequest if no job can be meant by this. `nodes`: their names are taken."""
+def check(spec: JobSpec) -> None:
+    """Raises BadRequest if no job can be meant by this."""
     if not JOB_NAME.fullmatch(spec.job):
         raise BadRequest(
             400,
             f"{spec.job[:80]!r} cannot be a job's name",
             "use up to 64 letters, digits, dots, dashes and underscores",
         )
-    ours = FILES.fullmatch(spec.job) or WORDS.fullmatch(spec.job.strip(".-"))
-    if ours or NodeId(spec.job) in nodes:
-        why = f"{spec.job} has another meaning here: a node, a file of the agents', a word of ours"
-        raise BadRequest(400, why, "give the job another name (--job)")
+    if FILES.fullmatch(spec.job):
+        raise _other_meaning(spec.job, "a file of the agents'")
     for field, (low, high) in BOUNDS.items():
         if not low <= getattr(spec, field) <= high:
             raise BadRequest(400, f"{field} is out of range", f"give {low} to {high}")
@@ -79,6 +72,24 @@ def check(spec: JobSpec, nodes: Collection[NodeId] = ()) -> None:
         raise BadRequest(400, "project is no name", "use up to 64 letters, digits, . _ @ and -")
     _check_texts(spec)
     _check_policy(spec.policy)
+
+
+def check_name(
+    spec: JobSpec, caller: Caller, nodes: Collection[NodeId], whose: str | None = None
+) -> None:
+    """Raises BadRequest if a name would be taken for something else, wherever it is read. `nodes`:
+    theirs are taken; but a project is not told which nodes there are, and such a name, or one that
+    a node takes later, hides nothing of others' (see access.py). `whose` it is: it may stay so."""
+    name, project = spec.job, spec.project or caller.project
+    if project and whose != project and words.ours(name):
+        raise _other_meaning(name, "a letter, a number, or a word of our sentences")
+    if not caller.project and NodeId(name) in nodes:
+        raise _other_meaning(name, "a node")
+
+
+def _other_meaning(name: str, what: str) -> BadRequest:
+    why = f"{name} has another meaning here: {what}"
+    return BadRequest(400, why, "give the job another name (--job)")
 
 
 def _check_texts(spec: JobSpec) -> None:

@@ -170,7 +170,7 @@ class Api:
 
     def _sight_of(self, project: str) -> Sight:
         """What callers of this project may see, of the jobs that there are now, and were."""
-        return Sight(project, self._owners())
+        return Sight(project, self._owners(), self._orchestrator.cluster.nodes)
 
     def _owners(self) -> names.Owners:
         return names.Owners(self._orchestrator.cluster)
@@ -245,9 +245,10 @@ class Api:
 
     async def _submit(self, call: Call) -> Reply:
         spec = codec.from_plain(JobSpec, call.request.json())
-        admission.check(spec, self._orchestrator.cluster.nodes)
-        known, whose = self._orchestrator.cluster.jobs.get(spec.job), self._owners().get(spec.job)
-        spec = admission.owned(spec, call.caller, known, whose)
+        admission.check(spec)
+        cluster, whose = self._orchestrator.cluster, self._owners().get(spec.job)
+        admission.check_name(spec, call.caller, cluster.nodes, whose)
+        spec = admission.owned(spec, call.caller, cluster.jobs.get(spec.job), whose)
         decision = await self._decide(events.Submitted(spec), call)
         why = "; ".join(self._sight(call).told(decision))
         return json_response({"job": spec.job, "why": why, "new": decision.changed})
