@@ -101,8 +101,8 @@ class Hello:
     speaks: int = 1
     """The highest version of the wire that it speaks."""
     release: str = ""
-    torch: str = ""
-    """As installed there; empty: none, or an older Keepstep, which does not say."""
+    torch: str = ""  # As installed there; empty: none, or an older Keepstep, which does not say.
+    keeps: tuple[str, ...] = ()  # Jobs of which its room holds something: are they over?
 
 
 @dataclass(frozen=True, slots=True)

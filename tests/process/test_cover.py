@@ -30,8 +30,10 @@ def test_killed_ranks_of_a_full_shard_job_are_rebuilt(
             job.wait_ready(1)
             job.arm(rank, point)
             job.wait_moved(generation + 2)
+        assert job.in_rooms("cover-*.kept"), "what is to be gone afterwards is there"
         last = job.finish()
         assert job.outcomes() == ["resumed"] * len(kills)
+        job.wait_cleared()
     check(tmp_path, reference("fsdp"), last)
 
 

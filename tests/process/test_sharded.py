@@ -88,6 +88,18 @@ class Sharded(SmallJob):
         assert self.end()["exit_code"] == 0
         return last
 
+    def in_rooms(self, pattern: str) -> list[Path]:
+        """What the job has in the nodes' memory."""
+        nodes = self.cluster.client.cluster()["nodes"]
+        return [path for node in nodes for path in (self.cluster.room(node) / "job").glob(pattern)]
+
+    def wait_cleared(self) -> None:
+        """Nodes are told that the job is over, and what it left goes."""
+        deadline = time.monotonic() + SECONDS_MAX
+        while left := self.in_rooms("*"):
+            assert time.monotonic() < deadline, f"still there: {left}"
+            time.sleep(0.05)
+
     def outcomes(self) -> list[str]:
         return [incident["outcome"] for incident in self.incidents()]
 

@@ -299,17 +299,21 @@ class Orders:
         self._put_away(order)
 
     def _put_away(self, order: wire.Order) -> None:
-        """The job is over here: its rings are only memory now."""
+        """The job is over here: what it left is only memory now."""
         room = self._hands.room
         job = room.jobs.get(order.job)
-        if job is None or job.generation > order.generation:
+        if job is not None and job.generation > order.generation:
             return
-        room.sweep_job(order.job)
+        if not self._hands.workers.seated(order.job):
+            room.sweep_job(order.job)
+        if job is None:
+            room.forget_job(order.job)
+            return
         # Last in the order of forgetting.
         room.jobs[order.job] = replace(room.jobs.pop(order.job), forwarded=())
         idle = [name for name in room.jobs if not self._hands.workers.of_job(name)]
         for name in idle[: max(0, len(room.jobs) - JOBS_MAX)]:
-            del room.jobs[name]
+            room.forget_job(name)
         room.save()
 
     # ------------------------------------------------------------ forwarding

@@ -10,10 +10,23 @@
 
 The state is written whole and renamed into place: a reader sees the old one or the new one. A
 record in it is believed only if a process with that pid *and* that start time lives.
+
+A room is memory, so what a job leaves in it has to go, and nothing that somebody may still need:
+
+    covers              of use to the rank that wrote them only: a joiner gets its own anew. They
+                        are most of it, and go with the job's last rank here, whoever comes next.
+    rings, mirrors,     a recovery, also one of a journal that is behind, asks this node for them
+    pages, last words   after its ranks are dead. They go at a Stop: the job is over, or saved and
+                        parked. Its rerun begins at a checkpoint, and would remove them itself.
+
+So an agent that starts removes nothing by its own judgement: it tells with each Hello of which jobs
+it keeps something (`kept_jobs`), and is told again to stop those that are over. Of a job that the
+journal does not have, or that this node knows more of than the journal, it is not told.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -22,6 +35,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from keepstep import codec, wire
@@ -37,6 +51,15 @@ FORWARDED_MAX = 64
 ENDINGS_MAX = 256
 """Deaths per job that are reported again after a reconnect."""
 SOCKET_PATH_BYTES_MAX = 107
+KEPT_JOBS_MAX = 256
+"""Told in one Hello; the others in a later one."""
+_COVERS = ("cover-*.kept", "cover-*.new")
+_LEFT = (
+    *_COVERS,
+    *("seat-*.page", "seat-*.ring", "seat-*.new", "mirror-*.ring", "mirror-*.new"),
+    *("ending-*.json", "ending-*.new"),
+)
+"""All that Keepstep writes into a job's directory. What else is there is not ours to remove."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +213,25 @@ class Room:
 
     def sweep_job(self, job: JobId) -> None:
         """Forget the private state of an earlier run: a fresh start must not find old entries."""
-        for pattern in ("seat-*.page", "seat-*.ring", "mirror-*.ring", "ending-*.json"):
-            for path in self.job_room(job).glob(pattern):
-                path.unlink(missing_ok=True)
+        for path in _left(self.job_room(job), _LEFT):
+            path.unlink(missing_ok=True)
+
+    def sweep_covers(self, job: JobId) -> None:
+        """The last rank of a job here is gone: what it kept of others nobody else can use."""
+        for path in _left(self.job_room(job), _COVERS):
+            path.unlink(missing_ok=True)
+
+    def kept_jobs(self) -> tuple[str, ...]:
+        """Jobs of which something is left here, whether or not there is a record of them."""
+        rooms = sorted(path for path in self.directory.iterdir() if path.is_dir())
+        kept = (path.name for path in rooms if any(_left(path, _LEFT)))
+        return tuple(islice(kept, KEPT_JOBS_MAX))
+
+    def forget_job(self, job: JobId) -> None:
+        """Without its record. Its directory goes if it is empty."""
+        self.jobs.pop(job, None)
+        with contextlib.suppress(OSError):
+            self.job_room(job).rmdir()
 
 
 def processes(directory: Path) -> tuple[ProcessRecord, ...]:
@@ -251,6 +290,10 @@ def _kill_one(pid: int, number: signal.Signals) -> None:
 
 def _living(records: tuple[ProcessRecord, ...]) -> Iterator[bool]:
     return (process.life(r.pid, r.start) is not process.Life.GONE for r in records)
+
+
+def _left(job_room: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+    return (p for pattern in patterns for p in job_room.glob(pattern) if p.is_file())
 
 
 def _state_path(directory: Path) -> Path:

@@ -197,6 +197,7 @@ class Agent:
             speaks=wire.VERSION,
             release=__version__,
             torch=installed("torch"),
+            keeps=self.room.kept_jobs(),
         )
 
     def _urgent(self) -> bool:

@@ -253,6 +253,8 @@ class Workers:
         )
         self._living.pop(record.pid, None)
         self._room.workers.pop(record.pid, None)
+        if not self.seated(record.job):
+            self._room.sweep_covers(record.job)
         job = self._room.jobs.get(record.job)
         if job is not None and record.rank >= 0:
             endings = (*job.endings, observed)[-ENDINGS_MAX:]

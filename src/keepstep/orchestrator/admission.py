@@ -195,10 +195,11 @@ def _why_not_facts(hello: wire.Hello) -> str:
     """Why what a node says it has cannot be; empty if it can."""
     places = [(fact.job, fact.slot) for fact in hello.workers]
     places += [(fact.job, fact.slot) for fact in hello.standbys]
-    if len(places) > FACTS_MAX or max(len(hello.obeyed), len(hello.belongs)) > JOBS_TOLD_MAX:
+    jobs_told = max(len(hello.obeyed), len(hello.belongs), len(hello.keeps))
+    if len(places) > FACTS_MAX or jobs_told > JOBS_TOLD_MAX:
         return f"a node has at most {FACTS_MAX} workers, and tells of {JOBS_TOLD_MAX} jobs"
     texts = (hello.release, hello.torch, *hello.belongs.values())
-    jobs = {*(str(job) for job, _ in places), *hello.obeyed, *hello.belongs}
+    jobs = {*(str(job) for job, _ in places), *hello.obeyed, *hello.belongs, *hello.keeps}
     if not all(map(JOB_NAME.fullmatch, jobs)) or any(len(text) > 256 for text in texts):
         return "a job's name, a release or a word that is none"
     numbers = [n for fact in hello.workers for n in (fact.rank, fact.incarnation, fact.generation)]

@@ -41,7 +41,7 @@ from keepstep.orchestrator.state import (
     slot_key,
 )
 from keepstep.orchestrator.turn import Turn
-from keepstep.wire import DropStandby, Fence, Heartbeat, Hello, Order, StandbyFact, WorkerFact
+from keepstep.wire import DropStandby, Fence, Heartbeat, Hello, Order, StandbyFact, Stop, WorkerFact
 
 PEERS_BROKE = "its stream is closed and others have broken collectives"
 SILENT_SETTLE_SECONDS = 0.25
@@ -78,8 +78,25 @@ def hello(turn: Turn, event: Hello) -> None:
         job = cluster.jobs.get(name)
         if job is not None and not job.state.over and job.unsure is None:
             orders.tell(turn, job, only=event.node)
+    _stop_again(turn, event)
     reconcile.settle_all(turn)
     slots.index(cluster, state)
+
+
+def _stop_again(turn: Turn, event: Hello) -> None:
+    """Jobs that ended while this node could not be told: what they left there is in its memory.
+
+    Only what this journal knows to be over. A job that is parked or waits is not, and one that the
+    journal does not have, or that this node has obeyed more of than we know, may run."""
+    for name in event.keeps:
+        job = turn.cluster.jobs.get(JobId(name))
+        if job is None or not job.state.over or reconcile.forgotten(turn.cluster, job, event.node):
+            continue
+        newest = max(job.generation, job.promised)
+        if event.obeyed.get(name, newest) <= newest:
+            why = f"{name} is over, and {event.node} was not told"
+            turn.order(job, "stop", (event.node,), Stop(job.exit_code, why), newest)
+            turn.note(why)
 
 
 def _register(turn: Turn, event: Hello, state: NodeState | None) -> None:

@@ -105,6 +105,8 @@ def clear(turn: Turn, job: Job, exit_code: int, why: str) -> None:
     nodes = {standby.node for standby in job.standbys.values()}
     if job.roster is not None:
         nodes |= {seat.node for seat in job.roster.seats}
+    # Where its ranks were before, too: their private state is still in those nodes' memory.
+    nodes |= {seat.node for settled in job.settled for seat in settled.roster.seats}
     # Everywhere: a worker that was to be killed may hold a slot of a node without any seat.
     for node, state in turn.cluster.nodes.items():
         if any(user.job == job.spec.job for user in state.uses.values()):
@@ -112,7 +114,8 @@ def clear(turn: Turn, job: Job, exit_code: int, why: str) -> None:
             kept = {slot: user for slot, user in state.uses.items() if user.job != job.spec.job}
             state.uses = kept
             slots.index(turn.cluster, state)
-    told = sorted((n for n in nodes if turn.cluster.nodes[n].alive), key=natural)
+    known = turn.cluster.nodes
+    told = sorted((n for n in nodes if n in known and known[n].alive), key=natural)
     # Some agents have heard of a generation that never came.
     newest = max(job.generation, job.promised)
     turn.order(job, "stop", told, Stop(exit_code, why), newest)
