@@ -42,7 +42,7 @@ MINE = "mine"
 SECONDS_MAX = 20.0
 FAILURES_MAX = 20
 STREAM = "text/event-stream"
-ASKED = ("Submitted", "StopAsked", "MigrateAsked", "DrainAsked", "UndrainAsked")
+ASKED = ("Submitted", "StopAsked", "MigrateAsked", "DrainAsked", "UndrainAsked", "ForgetAsked")
 ASKED += ("TaintAsked", "UntaintAsked", "FreezeAsked", "UnfreezeAsked")
 
 

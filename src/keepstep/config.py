@@ -88,6 +88,10 @@ class OrchestratorConfig:
     migrations_max: int = 32
     """Jobs that may be moved at once. A switch that fails hits many jobs together; more at a time
     share the same fabric, storage and spares. The others wait in the order in which they came."""
+    forget_nodes_seconds: float = 7 * 86_400.0
+    """A node that has left or was lost is forgotten after so long: pods come back under other
+    names, and old ones would stay in every snapshot. Not one that a job refers to, or that is
+    drained or tainted. Its faults are forgiven after a week, too."""
     history_entries_max: int = 1000
     """Recent decisions kept in memory for a client of /v1/events that reconnects."""
     account_key_file: str = ""

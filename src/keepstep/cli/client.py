@@ -101,6 +101,9 @@ class Client:
     def undrain(self, node: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/undrain", body)
 
+    def forget(self, node: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/forget", body)
+
     def taints(self) -> dict[str, Any]:
         return self._object("GET", "/v1/taints")
 

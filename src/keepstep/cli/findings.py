@@ -340,7 +340,7 @@ def _nodes(facts: Facts) -> Iterator[Finding]:
     lost = [name for name, node in nodes.items() if not node["alive"] and not node["left"]]
     mute = [name for name, node in nodes.items() if node["alive"] and not node["linked"]]
     if lost:
-        fix = "repair them, or taint them so that nobody counts on them"
+        fix = "repair them; if they will not come back: keepstep forget NODE (or in a week, alone)"
         yield Finding(Level.WARN, "nodes", f"lost: {_some(lost)}", fix)
     if mute:
         fix = "start their agents again; their workers train on meanwhile"

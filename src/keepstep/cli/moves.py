@@ -1,4 +1,5 @@
-"""`keepstep migrate`, `drain`, `taint` and their opposites: ranks leave, and no step is lost."""
+"""`keepstep migrate`, `drain`, `taint` and their opposites: ranks leave, and no step is lost. And
+`forget`, for nodes that are gone."""
 
 from __future__ import annotations
 
@@ -68,6 +69,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     undrain.add_argument("--dry-run", action="store_true", help="say what would happen")
     common_options(undrain)
     undrain.set_defaults(run=run_undrain)
+    forget = commands.add_parser(
+        "forget",
+        help="take a node that will not come back out of the books",
+        description="The node must have left or be lost, and no job may have a seat, a mirror or a "
+        "standby there. Its drain and its taints go with it; if it ever comes back, it is met as a "
+        "new one. After some days (forget_nodes_seconds) it happens without this, too.",
+    )
+    forget.add_argument("node")
+    forget.add_argument("--dry-run", action="store_true", help="say what would happen")
+    common_options(forget)
+    forget.set_defaults(run=run_forget)
     _add_taints(commands)
 
 
@@ -190,6 +202,13 @@ def run_undrain(asked: argparse.Namespace) -> int:
     client = from_environment(asked.orchestrator, asked.token_file)
     answer = client.undrain(asked.node, {"dry_run": asked.dry_run})
     return _conclude(asked, answer, None)
+
+
+def run_forget(asked: argparse.Namespace) -> int:
+    client = from_environment(asked.orchestrator, asked.token_file)
+    answer = client.forget(asked.node, {"dry_run": asked.dry_run})
+    _conclude(asked, answer, None)
+    return 0 if answer["changed"] else 1
 
 
 # ---------------------------------------------------------------- taints

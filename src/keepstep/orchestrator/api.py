@@ -15,6 +15,7 @@
                                    {"ranks": [2], "cancel": true} takes it back
     POST /v1/nodes/{node}/drain    {"why": …}: nothing new comes here, and what is here moves away
     POST /v1/nodes/{node}/undrain  the node may be used again
+    POST /v1/nodes/{node}/forget   the node is gone, and need not be remembered
     GET  /v1/taints                POST /v1/taints   {"node": "n3", "slot": 1, "reason": …,
                                    "severity": "avoid" | "leave" | "imminent", "seconds": 3600}
     POST /v1/taints/remove         {"node": "n3", "slot": 1}; without a slot: the whole node
@@ -32,9 +33,9 @@
 Everything but /healthz, /readyz, the page's files and the agents' stream (whose Hello carries the
 token) needs `Authorization: Bearer <token>`. Errors: {"error": what is wrong, "fix": what to do}.
 
-The POSTs that migrate, drain, undrain, taint, remove, freeze and unfreeze take `"dry_run": true`
-(what would happen is told, and does not) and a header `Idempotency-Key` (the same key again changes
-nothing, even if a new leader gets it).
+The POSTs that migrate, drain, undrain, forget, taint, remove, freeze and unfreeze take `dry_run`
+(if true, what would happen is told, and does not) and a header `Idempotency-Key` (the same key
+again changes nothing, even if a new leader gets it).
 
 A new path is one entry of ROUTES, at the end of this file; `make openapi` writes it down.
 """
@@ -284,6 +285,13 @@ class Api:
         node = self._known_node(call.names["node"], call).node
         return await self._follow(events.UndrainAsked(node, call.key), call)
 
+    async def _forget(self, call: Call) -> Reply:
+        # Asked again with its key, the node is not there any more, and that is what was wanted.
+        known = call.key in self._orchestrator.cluster.requests
+        node = NodeId(call.names["node"])
+        node = node if known else self._known_node(node, call).node
+        return await self._follow(events.ForgetAsked(node, call.key), call)
+
     async def _taint(self, call: Call) -> Reply:
         node, slot = self._place(call)
         event = events.TaintAsked(
@@ -354,6 +362,23 @@ _SAVE = Field((bool,), "write a checkpoint of the boundary first")
 _REWIND = Field((bool,), "not to end it: go back to the newest checkpoint, and on from there")
 _NODE = Field((str,), "the node's name", required=True)
 _SLOT = Field((int,), "one of its slots; without it the whole node")
+
+
+def _of_node(
+    verb: str, handler: Callable[[Api, Call], Awaitable[Reply]], what: str, **fields: Field
+) -> Route:
+    return Route(
+        "POST",
+        f"/v1/nodes/{{node}}/{verb}",
+        handler,
+        what,
+        "Followed",
+        {**fields, "dry_run": _DRY_RUN},
+        keyed=True,
+        role=OPERATOR,
+        shared=True,
+    )
+
 
 ROUTES: tuple[Route, ...] = (
     *own.ROUTES,
@@ -439,28 +464,11 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route("GET", "/v1/nodes", Api._nodes, "All nodes", "Nodes", role=VIEWER),
     Route("GET", "/v1/nodes/{node}", Api._node, "One node", "Node", role=VIEWER),
-    Route(
-        "POST",
-        "/v1/nodes/{node}/drain",
-        Api._drain,
-        "Nothing new comes to a node, and what is there moves away",
-        "Followed",
-        {"why": _WHY, "dry_run": _DRY_RUN},
-        keyed=True,
-        role=OPERATOR,
-        shared=True,
+    _of_node(
+        "drain", Api._drain, "Nothing new comes to a node, and what is there moves away", why=_WHY
     ),
-    Route(
-        "POST",
-        "/v1/nodes/{node}/undrain",
-        Api._undrain,
-        "A drained node may be used again",
-        "Followed",
-        {"dry_run": _DRY_RUN},
-        keyed=True,
-        role=OPERATOR,
-        shared=True,
-    ),
+    _of_node("undrain", Api._undrain, "A drained node may be used again"),
+    _of_node("forget", Api._forget, "A node that is gone need not be remembered"),
     Route(
         "GET", "/v1/incidents", Api._incidents, "Incidents, oldest first", "Incidents", role=VIEWER
     ),

@@ -15,6 +15,7 @@ from keepstep import sabotage
 from keepstep.model import JobId, JobState, NodeId, Phase, Rank, Sign
 from keepstep.orchestrator import (
     clocks,
+    forgetting,
     homes,
     incidents,
     launch,
@@ -39,6 +40,7 @@ from keepstep.orchestrator.events import (
     ControlPlaneBack,
     DrainAsked,
     Event,
+    ForgetAsked,
     FreezeAsked,
     JournalBehind,
     LinkLost,
@@ -165,7 +167,7 @@ def _dispatch(turn: Turn, event: Event) -> None:
             requests.stop(turn, event)
         case MigrateAsked() | DrainAsked() | UndrainAsked() | TaintAsked() | UntaintAsked():
             requests.follow(turn, event)
-        case FreezeAsked():
+        case ForgetAsked() | FreezeAsked():
             requests.follow(turn, event)
         case UnfreezeAsked():
             requests.follow(turn, event)
@@ -183,6 +185,7 @@ def _dispatch(turn: Turn, event: Event) -> None:
             turn.note(f"term {event.term} began")
             outages.term_began(turn, event)
             nodes.term_began(turn)
+            forgetting.term_began(turn, event)
         case ControlPlaneBack():
             outages.back(turn, event)
         case JournalBehind():
@@ -497,6 +500,7 @@ def _tick(turn: Turn, event: Tick) -> None:
         homes.tick(turn)
         lending.tick(turn)
         reconcile.tick(turn)
+        forgetting.tick(turn)
     for name in turn.cluster.open_jobs:
         job = turn.cluster.jobs[name]
         if _nothing_due(job) or job.roster is None or policy.stands_still(turn.cluster, job):

@@ -79,6 +79,15 @@ class UndrainAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetAsked:
+    """A node that is not here will not come back: it need not be remembered."""
+
+    node: NodeId
+    request: str = ""
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TaintAsked:
     """There is a reason not to use a node, or one slot of it."""
 
@@ -175,6 +184,8 @@ class TermBegan:
     this and did not say."""
     tree: bool = False
     """Agents report through a tree. None does so far: the simulated fleet's do."""
+    forget_seconds: float = 0.0
+    """By its settings: after how long a node that is gone is forgotten; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +219,7 @@ Asked = (
     | MigrateAsked
     | DrainAsked
     | UndrainAsked
+    | ForgetAsked
     | TaintAsked
     | UntaintAsked
     | FreezeAsked
@@ -229,6 +241,7 @@ Event = (
     | MigrateAsked
     | DrainAsked
     | UndrainAsked
+    | ForgetAsked
     | TaintAsked
     | UntaintAsked
     | FreezeAsked
@@ -258,6 +271,7 @@ _KINDS: dict[str, type] = {
         MigrateAsked,
         DrainAsked,
         UndrainAsked,
+        ForgetAsked,
         TaintAsked,
         UntaintAsked,
         FreezeAsked,

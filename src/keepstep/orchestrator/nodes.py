@@ -17,6 +17,7 @@ from keepstep import sabotage
 from keepstep.model import JobId, Mode, NodeId, OrderId, Phase, Policy, Rank, Seat, Sign
 from keepstep.orchestrator import (
     budgets,
+    forgetting,
     homes,
     incidents,
     observe,
@@ -453,6 +454,7 @@ def _take_out(turn: Turn, node: NodeId, why: str) -> list[tuple[int, Occupant]]:
     state.silent_at = state.vouched_at = -1.0
     state.doubted = False
     cluster.doubtful.pop(node, None)
+    forgetting.gone(turn, node)
     state.uses = {}
     if not state.drained and not state.left:
         homes.found_bad(state, turn.now)

@@ -6,6 +6,7 @@ from typing import assert_never
 
 from keepstep.model import EXIT_REQUEUE, JobState
 from keepstep.orchestrator import (
+    forgetting,
     freeze,
     homes,
     launch,
@@ -17,6 +18,7 @@ from keepstep.orchestrator import (
 )
 from keepstep.orchestrator.events import (
     DrainAsked,
+    ForgetAsked,
     FreezeAsked,
     MigrateAsked,
     StopAsked,
@@ -33,6 +35,7 @@ Asked = (
     MigrateAsked
     | DrainAsked
     | UndrainAsked
+    | ForgetAsked
     | TaintAsked
     | UntaintAsked
     | FreezeAsked
@@ -53,6 +56,8 @@ def follow(turn: Turn, event: Asked) -> None:
             taints.drain(turn, event.node, event.why)
         case UndrainAsked():
             taints.undrain(turn, event.node)
+        case ForgetAsked():
+            forgetting.forget(turn, event.node)
         case TaintAsked():
             taints.taint(turn, event)
         case UntaintAsked():

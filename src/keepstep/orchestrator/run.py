@@ -98,7 +98,8 @@ class Orchestrator:
         self._inbox: asyncio.Queue[Waiting] = asyncio.Queue(config.inbox_events_max)
         self._streams: dict[NodeId, AgentStream] = {}
         self._boots: dict[NodeId, str] = {}
-        """What agents call themselves besides their nodes' names: all whom this term greeted."""
+        """What agents call themselves besides their nodes' names: all whom this term greeted. Also
+        nodes that are forgotten: one that comes back knows this term from us (of_another)."""
         self._allowances = Allowances()
         self._alive = Liveness()
         # For whoever shows them: who is here, and what they said last.
@@ -195,10 +196,7 @@ class Orchestrator:
     def _begin_term(self) -> None:
         standing = self._standing
         self._log("term.began", term=self.term, after_seconds=round(standing.vacant_seconds, 3))
-        began = events.TermBegan(
-            self.term, self._config.migrations_max, standing.vacant_seconds, standing.seq
-        )
-        self._handle([Waiting(began)])
+        self._handle([Waiting(ticking.term_began(standing, self._config))])
         self._expect_all()
 
     # ---------------------------------------------------------------- receive -> step -> journal

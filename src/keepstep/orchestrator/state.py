@@ -446,13 +446,13 @@ class Cluster:
     frozen: str = ""
     """Why nothing is decided at present; empty: things are."""
     frozen_at: float = 0.0
-    led_at: float = -1.0
-    """When the present leader took over nodes of another; -1: there was nobody to take over."""
+    led_at: float = -1.0  # When the present leader took over nodes of another; -1: of nobody.
     self_doubt: str = ""
     """Why silence is put down to ourselves at present; empty: it is not."""
     self_doubt_at: float = 0.0
-    migrations_max: int = 0
-    """Jobs that may be moved at once, by the leader's settings; 0: any number."""
+    migrations_max: int = 0  # Jobs that may be moved at once, by the leader's settings; 0: any.
+    forget_seconds: float = 0.0  # And after how long a node that is gone is forgotten; 0: never.
+    forget_due: float = -1.0  # Nobody's time has come before this; -1: nobody waits for it.
     tree: bool = False
     """Agents report through a tree: the node where a generation meets speaks for all its ranks."""
     jobs: dict[JobId, Job] = field(default_factory=dict)

@@ -36,6 +36,8 @@ HELLO_MESSAGES = 50
 AHEAD_SECONDS_MAX = 5.0
 """So much of its rate an agent may say at once: after its hello it tells of the ends of all ranks
 of all jobs that it still has in its room, of which there may be a thousand."""
+ALLOWANCES_MIN = 1000
+"""So many, or twice as many as were needed the last time, before those that have rested go."""
 REST_SECONDS_MAX = 1.0
 """Before we read on. A node that rested for longer would be taken for silent."""
 
@@ -125,6 +127,10 @@ class Allowance:
         self._until = min(later, now + REST_SECONDS_MAX)
         self.exceeded += self._until > now
         return max(0.0, self._until - now)
+
+    def rested(self, since: float) -> bool:
+        """Whether it has nothing left to make up for: then a new one allows as much."""
+        return self._until <= since
 
 
 class AgentStream:
@@ -260,9 +266,15 @@ class Allowances:
 
     def __init__(self) -> None:
         self._known: dict[NodeId, Allowance] = {}
+        self._many = ALLOWANCES_MIN
 
     def greet(self, stream: AgentStream) -> bool:
         """A node has said hello on this stream. False: as it does all the time; close it."""
+        if len(self._known) > self._many:
+            # Nodes of names that are used once come and go. Who has rested is as good as new.
+            since = monotonic() - AHEAD_SECONDS_MAX
+            self._known = {n: a for n, a in self._known.items() if not a.rested(since)}
+            self._many = 2 * len(self._known) + ALLOWANCES_MIN
         stream.allowance = self._known.setdefault(stream.node, stream.allowance)
         return stream.allowance.take(HELLO_MESSAGES, monotonic()) < REST_SECONDS_MAX
 

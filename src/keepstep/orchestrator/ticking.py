@@ -7,10 +7,23 @@ from collections.abc import Callable
 
 from keepstep.clock import Clock
 from keepstep.config import OrchestratorConfig
+from keepstep.orchestrator.events import TermBegan
+from keepstep.orchestrator.journal import Standing
 from keepstep.orchestrator.liveness import LOOKS_PER_SECOND_MAX
 
 TICK_SECONDS_MIN = 0.02
 """The shortest time between two ticks."""
+
+
+def term_began(standing: Standing, config: OrchestratorConfig) -> TermBegan:
+    """What the brain is told of a new leader, and of those of its settings that are the brain's."""
+    return TermBegan(
+        standing.term,
+        config.migrations_max,
+        standing.vacant_seconds,
+        standing.seq,
+        forget_seconds=config.forget_nodes_seconds,
+    )
 
 
 def until_tick(
