@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.process import bare
 from tests.process.job import SmallJob
@@ -93,10 +94,17 @@ class Sharded(SmallJob):
         nodes = self.cluster.client.cluster()["nodes"]
         return [path for node in nodes for path in (self.cluster.room(node) / "job").glob(pattern)]
 
+    def in_stores(self) -> list[str]:
+        """What generations have left where they met."""
+        nodes = self.cluster.client.cluster()["nodes"].values()
+        at = [(node["address"], node["store_port"]) for node in nodes]
+        stores = [TCPStore(*each, is_master=False, wait_for_workers=False) for each in at]
+        return [key for store in stores for key in store.list_keys()]
+
     def wait_cleared(self) -> None:
-        """Nodes are told that the job is over, and what it left goes."""
+        """Nodes are told that the job is over, and what it left goes: also from their stores."""
         deadline = time.monotonic() + SECONDS_MAX
-        while left := self.in_rooms("*"):
+        while left := [*self.in_rooms("*"), *self.in_stores()]:
             assert time.monotonic() < deadline, f"still there: {left}"
             time.sleep(0.05)
 

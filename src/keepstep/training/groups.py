@@ -105,7 +105,7 @@ class Groups:
         self._kind, self._rank, self._world_size = backend, rank, world_size
         self._timeout = timeout
         self._rehearsing = rehearse
-        self._proxy = PointedStore(HashStore())
+        self.store = PointedStore(HashStore())
         if not rehearse:
             self._formation = Formation(store, "keepstep", 0)
         # NCCL serves no CPU tensors, and torch sends objects over the CPU wherever it may.
@@ -116,7 +116,7 @@ class Groups:
             self._patch_object_collectives()
         self._init_default()
         if self._formation is not None:
-            self._proxy.point(self._formation.store)
+            self.store.point(self._formation.store)
             (self._side,) = self._formation.build([self._side_spec()])
 
     def close(self) -> None:
@@ -320,7 +320,7 @@ class Groups:
         self._made_kind = self._kind
         dist.init_process_group(
             BACKEND,
-            store=self._proxy,
+            store=self.store,
             rank=self._rank,
             world_size=self._world_size,
             timeout=self._timeout,
@@ -481,7 +481,7 @@ class Groups:
             if self._formation is not None:
                 self._formation.forget()
             self._formation = formation
-            self._proxy.point(formation.store)
+            self.store.point(formation.store)
             self._rehearsing = False
             self._gate.broken = False
         self._unpatch_object_collectives()

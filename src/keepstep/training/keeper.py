@@ -33,7 +33,7 @@ from keepstep.training.inbox import Inbox
 from keepstep.training.link import Link
 from keepstep.training.loader import Cursor
 from keepstep.training.movement import SliceDigest, agree_on_holders
-from keepstep.training.pointed_store import connect
+from keepstep.training.pointed_store import connect, tell_trains
 from keepstep.training.recorder import Recorder
 from keepstep.training.registry import Registry
 from keepstep.training.reset import settles_at
@@ -316,6 +316,8 @@ class Keeper:
             step_seconds=pace,
         )
         self.report("Resume", Phase.RESUME, seat)
+        if self.place.rank == 0:
+            tell_trains(self.groups.store, self.place.job, self.generation)
 
     def slice_digest(self, step: int) -> str:
         return self._slices.next(self.registry, step)

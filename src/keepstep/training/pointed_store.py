@@ -24,6 +24,7 @@ from torch.distributed import TCPStore
 from keepstep.model import Endpoint
 from keepstep.training.errand import Errand
 from keepstep.training.inner import GroupsBroken
+from keepstep.training.store_sweep import TRAINS, mark
 
 _KNOCK_SECONDS_MAX = 1.0
 _KNOCK_AGAIN_SECONDS = 0.03
@@ -70,6 +71,14 @@ def _opened(endpoint: Endpoint, seconds_max: float, overtaken: Callable[[], bool
         return errand.result()
     except RuntimeError as error:
         raise GroupsBroken(f"no store at {endpoint.host}:{endpoint.port}") from error
+
+
+def tell_trains(store: Store, job: str, generation: int) -> None:
+    """A step of this generation is committed: whoever hosts the store may remove older keys.
+
+    On an errand: a store that does not answer must not hold up a step.
+    """
+    Errand("keepstep-trains", lambda: store.set(TRAINS, mark(job, generation))).start()
 
 
 class PointedStore(Store):

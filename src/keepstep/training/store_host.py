@@ -2,8 +2,8 @@
 
     python -m keepstep.training.store_host --port-file FILE [--address HOST]
 
-The port is written to the file once the store listens. The process does nothing else, and leaves
-when the file is gone: then its room is gone, too.
+The port is written to the file once the store listens. The process removes keys that have served
+(store_sweep.py), does nothing else, and leaves when the file is gone: then its room is gone, too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+from keepstep.training.store_sweep import Sweep
 
 LOOK_SECONDS = 2.0
-"""How often it looks whether its room is still there."""
+"""How often it looks whether its room is still there, and at its keys."""
 STORE_SECONDS_MAX = 300.0
 
 
@@ -34,12 +37,18 @@ def main() -> int:
     fresh.replace(told.port_file)
     sys.stdout.write(f"store at {told.address}:{port}\n")
     mine = told.port_file.stat().st_ino
+    sweep = Sweep(_hosted[-1], told.port_file.parent)
     while _is_mine(told.port_file, mine):
         time.sleep(LOOK_SECONDS)
+        try:
+            sweep.look(time.monotonic())
+        except (OSError, RuntimeError) as error:
+            # A store with too many keys serves; one that is gone serves nobody.
+            sys.stdout.write(f"the keys could not be looked at: {error}\n")
     return 0
 
 
-_hosted: list[object] = []
+_hosted: list[Any] = []
 """The store lives as long as the process."""
 
 
