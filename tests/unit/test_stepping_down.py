@@ -216,7 +216,7 @@ def test_who_steps_down_for_a_forgotten_term_begins_the_next_one_itself(
     async def cut() -> None:
         pass
 
-    place: Any = SimpleNamespace(lead=lambda *_: Leader())
+    place: Any = SimpleNamespace(lead=lambda *_: Leader(), gate=None)
     door: Any = SimpleNamespace(handle_by=lambda _: None)
     server: Any = SimpleNamespace(cut=cut)
     logged: dict[str, Any] = {}
