@@ -89,7 +89,7 @@ from keepstep.orchestrator.http import (
 )
 from keepstep.orchestrator.journal import Journal
 from keepstep.orchestrator.pictures import Pictures
-from keepstep.orchestrator.routes import Call, Field, Route, read_fields, served_at
+from keepstep.orchestrator.routes import Call, Field, Route, of_node, read_fields, served_at
 from keepstep.orchestrator.run import Log, Orchestrator
 from keepstep.orchestrator.tokens import Caller, Role
 
@@ -363,23 +363,6 @@ _REWIND = Field((bool,), "not to end it: go back to the newest checkpoint, and o
 _NODE = Field((str,), "the node's name", required=True)
 _SLOT = Field((int,), "one of its slots; without it the whole node")
 
-
-def _of_node(
-    verb: str, handler: Callable[[Api, Call], Awaitable[Reply]], what: str, **fields: Field
-) -> Route:
-    return Route(
-        "POST",
-        f"/v1/nodes/{{node}}/{verb}",
-        handler,
-        what,
-        "Followed",
-        {**fields, "dry_run": _DRY_RUN},
-        keyed=True,
-        role=OPERATOR,
-        shared=True,
-    )
-
-
 ROUTES: tuple[Route, ...] = (
     *own.ROUTES,
     Route(
@@ -464,11 +447,14 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route("GET", "/v1/nodes", Api._nodes, "All nodes", "Nodes", role=VIEWER),
     Route("GET", "/v1/nodes/{node}", Api._node, "One node", "Node", role=VIEWER),
-    _of_node(
-        "drain", Api._drain, "Nothing new comes to a node, and what is there moves away", why=_WHY
+    of_node(
+        "drain",
+        Api._drain,
+        "Nothing new comes to a node, and what is there moves away",
+        {"why": _WHY, "dry_run": _DRY_RUN},
     ),
-    _of_node("undrain", Api._undrain, "A drained node may be used again"),
-    _of_node("forget", Api._forget, "A node that is gone need not be remembered"),
+    of_node("undrain", Api._undrain, "A drained node may be used again", {"dry_run": _DRY_RUN}),
+    of_node("forget", Api._forget, "A node that is gone is forgotten", {"dry_run": _DRY_RUN}),
     Route(
         "GET", "/v1/incidents", Api._incidents, "Incidents, oldest first", "Incidents", role=VIEWER
     ),

@@ -84,6 +84,17 @@ class Route:
     """It acts on what all projects share: not for a project's token."""
 
 
+def of_node(
+    verb: str, handler: Callable[[Any, Call], Awaitable[Reply]], about: str, fields: Fields
+) -> Route:
+    """What an operator asks for about one node, which all projects share."""
+    path = f"/v1/nodes/{{node}}/{verb}"
+    role = Role.OPERATOR
+    return Route(
+        "POST", path, handler, about, "Followed", fields, keyed=True, role=role, shared=True
+    )
+
+
 def served_at(routes: Iterable[Route], path: str) -> dict[str, tuple[Route, dict[str, str]]]:
     """By method, the routes that serve a path and what their {names} stand for."""
     given = _parts(path)
