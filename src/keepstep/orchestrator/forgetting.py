@@ -125,8 +125,8 @@ def _places(job: Job) -> set[NodeId]:
 
 
 def _drop(cluster: Cluster, node: NodeId) -> None:
-    """Out of all books but one: what it obeyed and this journal lacks (`ahead`) is true of whoever
-    comes under its name."""
+    """Out of all books but those of what it obeyed and this journal lacks (`ahead`, `behind_at`),
+    which is true of whoever comes under its name."""
     del cluster.nodes[node]
     cluster.given_up.pop(node, None)
     if node in cluster.drained:

@@ -91,7 +91,9 @@ def _stop_again(turn: Turn, event: Hello) -> None:
     journal does not have, or that this node has obeyed more of than we know, may run."""
     for name in event.keeps:
         job = turn.cluster.jobs.get(JobId(name))
-        if job is None or not job.state.over or reconcile.forgotten(turn.cluster, job, event.node):
+        if job is None or not job.state.over:
+            continue
+        if reconcile.forgotten(turn.cluster, JobId(name), event.node):
             continue
         newest = max(job.generation, job.promised)
         if event.obeyed.get(name, newest) <= newest:
