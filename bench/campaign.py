@@ -126,11 +126,11 @@ def filled(arms: str, best: Sequence[str]) -> str:
 
 def best_of(swept: Mapping[str, Any]) -> list[str]:
     """One of each way to save, the better one first. What was disturbed is better than nothing."""
-    found = [group for group in tables.groups([swept], True) if group.arm != "bare"]
-    if any(group.to_bare is None for group in found):
-        found = [group for group in tables.groups([swept]) if group.arm != "bare"]
-    mine, _ = tables.best_intervals(found)
-    return [group.arm for group in sorted(mine, key=tables.cost)]
+    both = [tables.groups([swept], only_quiet) for only_quiet in (True, False)]
+    found, everything = ([group for group in some if group.arm != "bare"] for some in both)
+    mine, _ = tables.best_intervals(found, everything)
+    costs = {group.arm: tables.cost(group) for group in everything}
+    return sorted((group.arm for group in mine), key=lambda arm: costs[arm])
 
 
 def with_bare(arms: str) -> list[str]:

@@ -135,7 +135,9 @@ class Run:
                 start_seconds = time.monotonic() - began
                 if not outcome:
                     watch.begin_counting()
-                    striker.begin(self._zero())
+                    zero = self._zero()
+                    assert zero is not None, "waited for"
+                    striker.begin(zero)
                     outcome = self._wait_last(limits, told)
                     moved, others = watch.moved_bytes(), watch.others_share()
                     pace = watch.pace_seconds()
@@ -179,7 +181,7 @@ class Run:
         while time.monotonic() < deadline:
             told("starting", 0, self.plan.steps)
             self._follower.look()
-            if self._follower.front > 0:
+            if self._follower.front > 0 and self._zero() is not None:
                 return ""
             if why := self.arm.ended():
                 return f"ended before the first step: {why}"
@@ -212,8 +214,9 @@ class Run:
             time.sleep(LOOK_SECONDS)
             self._follower.look()
 
-    def _zero(self) -> float:
-        return truth.finish_times(self._follower.logs.lines, self.plan.world)[0]
+    def _zero(self) -> float | None:
+        """When the first step was finished, as the truth sees it."""
+        return truth.finish_times(self._follower.logs.lines, self.plan.world).get(0)
 
     def _evaluate(self, striker: Striker) -> truth.Truth:
         logs = self._follower.logs

@@ -145,7 +145,9 @@ def groups(results: Sequence[Mapping[str, Any]], only_quiet: bool = False) -> li
 
 def pairs_of(case: Mapping[str, Any]) -> Iterator[Pair]:
     """Each run with the bare one that it is measured by."""
-    bares = [run for runs in case["repetitions"] for run in runs if run["arm"] == "bare"]
+    bares = [
+        run for runs in case["repetitions"] for run in runs if run["arm"] == "bare" and is_done(run)
+    ]
     for runs in case["repetitions"]:
         own = next((run for run in runs if run["arm"] == "bare"), None)
         for run in runs:
@@ -170,6 +172,10 @@ def is_quiet(pair: Pair) -> bool:
         return False
     ratio = slower(run, bare)
     return ratio is not None and 1 / (1 + PACE_OFF_MAX) <= ratio <= 1 + PACE_OFF_MAX
+
+
+def is_done(run: Run | None) -> bool:
+    return run is not None and run["outcome"] == "completed"
 
 
 def took_little(run: Run) -> bool:
@@ -201,7 +207,8 @@ def _group(key: tuple[str, str, str], pairs: Sequence[Pair], only_quiet: bool) -
     runs = [run for run, _ in pairs]
     bad = [run["outcome"] for run in runs if run["outcome"] != "completed"]
     quiet = [pair for pair in pairs if is_quiet(pair)]
-    timed = quiet if only_quiet else pairs
+    # One that counts for nothing may have times: who was struck less is sooner through.
+    timed = [pair for pair in (quiet if only_quiet else pairs) if all(map(is_done, pair))]
     done = [run["truth"] for run in runs if run["outcome"] == "completed"]
     truths = [run["truth"] for run in runs]
     same = {
@@ -404,16 +411,24 @@ def cost(group: Group) -> tuple[bool, float]:
     return bool(group.outcome), group.to_bare.middle if group.to_bare else math.inf
 
 
-def best_intervals(mine: Sequence[Group]) -> tuple[list[Group], str]:
+def best_intervals(
+    mine: Sequence[Group], disturbed_too: Sequence[Group] = ()
+) -> tuple[list[Group], str]:
     """Of an arm with several intervals (NAME@STEPS) the best one, and a word about the others.
 
     Which is the best depends on the workload and the faults: only a sweep finds it, and only the
-    best is a fair opponent. One that was not completed is the worst.
+    best is a fair opponent. One that was not completed is the worst. If one of them has no quiet
+    run, the best is chosen from all runs: it may be that one.
     """
+    whole = {group.arm: group for group in disturbed_too}
     families: dict[str, list[Group]] = {}
     for group in mine:
         families.setdefault(group.arm.partition("@")[0], []).append(group)
-    best = {id(min(family, key=cost)) for family in families.values()}
+    best = set()
+    for family in families.values():
+        unknown = any(group.to_bare is None and not group.refused for group in family)
+        costs = [cost(whole.get(g.arm, g) if unknown else g) for g in family]
+        best.add(id(family[costs.index(min(costs))]))
     swept = [
         f"{name}: the best of every {', '.join(_intervals(family))} steps"
         for name, family in families.items()
@@ -443,11 +458,12 @@ def why_unfit(result: Mapping[str, Any]) -> str:
 
 def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> str:
     """The README's tables; each names its raw files, and says if runs were short."""
-    found = groups(results, only_quiet=True)
+    found, everything = groups(results, only_quiet=True), groups(results)
     parts = []
     for scenario, workload in dict.fromkeys((g.scenario, g.workload) for g in found):
         mine, swept = best_intervals(
-            [g for g in found if (g.scenario, g.workload) == (scenario, workload)]
+            [g for g in found if (g.scenario, g.workload) == (scenario, workload)],
+            [g for g in everything if (g.scenario, g.workload) == (scenario, workload)],
         )
         heads = [README_HEADS[name] for name in README_COLUMNS]
         lines = [f"**{scenario}**, {spoken(workload)}:", ""]

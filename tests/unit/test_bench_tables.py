@@ -275,11 +275,25 @@ def test_of_many_intervals_the_readme_tells_the_best_one_and_that_there_were_oth
     assert readme_row(text, "c:async@5")["to_bare"] == "1.100"
     assert text.count("| c:sync") == 1
     assert "c:sync: the best of every 5, 20, 40, 80 steps." in text
-    noisy = {**a_run("c:sync@80", 10.5), "others_share": 0.4}
-    text = tables.markdown([a_result([*runs[:3], noisy])], ["f"])
-    assert "| c:sync@40 |" in text, "one that was disturbed is not the best"
     away = a_result([a_run("bare", 10.0)], refused={"c:sync@5": "no", "c:sync@10": "no"})
     assert "best of" not in tables.markdown([away], ["f"])
+
+
+def test_an_interval_without_a_quiet_run_may_still_be_the_best():
+    runs = [a_run("bare", 10.0), a_run("c:sync@5", 20.0), a_run("c:sync@80", 30.0)]
+    better = {**a_run("c:sync@20", 15.0), "others_share": 0.4}
+    told = readme_row(tables.markdown([a_result([*runs, better])], ["f"]), "c:sync@20")
+    assert told["to_bare"] == "disturbed"
+    worse = {**a_run("c:sync@20", 45.0), "others_share": 0.4}
+    assert readme_row(tables.markdown([a_result([*runs, worse])], ["f"]), "c:sync@5")
+
+
+def test_a_run_that_counts_for_nothing_tells_no_times():
+    broken = {**a_run("x", 10.1), "outcome": "strikes ended early: an error of its own"}
+    found = row(
+        a_result((a_run("bare", 10.0), a_run("x", 13.0)), (a_run("bare", 10.0), broken)), "x"
+    )
+    assert (found.completed, found.runs, found.to_bare.low) == (1, 2, 1.3)
 
 
 def test_the_readmes_tables_are_those_of_its_raw_results():
