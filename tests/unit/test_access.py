@@ -397,7 +397,7 @@ def submitted(job: str, project: str) -> dict[str, Any]:
 
 
 def test_a_chain_withholds_who_had_the_name_before_and_what_tells_of_others():
-    sight = Sight("a", {"j": "a", "xlm": "b"})
+    sight = Sight("a", {"j": "a", "xlm": "b", "n7": "b"}, ["n7"])
     facts = [{"job": "gone", "rank": 0}]
     chain = [
         link(1, submitted("j", "b")),
@@ -408,10 +408,14 @@ def test_a_chain_withholds_who_had_the_name_before_and_what_tells_of_others():
         link(6, {"kind": "NodeSilent", "body": {"node": "n"}}, why="xlm and j lose a rank"),
         link(7, {"kind": "StopAsked", "body": {"job": "j"}}, why="j ends"),
         link(8, {"kind": "Hello", "body": {"node": "n", "obeyed": {"j": 2, "forgotten": 1}}}),
+        link(9, {"kind": "Hello", "body": {"node": "n", "keeps": ["j"]}}),
+        # Called like a node, or known to nobody: found by no look at words.
+        link(10, {"kind": "Hello", "body": {"node": "n", "keeps": ["j", "n7"]}}),
+        link(11, {"kind": "Hello", "body": {"node": "n", "keeps": ["forgotten"]}}),
     ]
     seen = list(sight.links("j", chain, "a"))
     assert [one.hash for one in seen] == [one.hash for one in chain]
-    assert [one.number for one in seen if WITHHELD not in one.body] == [3, 7]
+    assert [one.number for one in seen if WITHHELD not in one.body] == [3, 7, 9]
     assert list(Sight("", {}).links("j", chain, "")) == chain
 
 

@@ -396,7 +396,7 @@ class Sight:
         named = entry["event"]["body"]
         facts = (*named.get("workers", ()), *named.get("standbys", ()))
         about = [named.get("job"), named.get("spec", {}).get("job"), *(f["job"] for f in facts)]
-        told = (*named.get("obeyed", ()), *named.get("belongs", ()))
+        told = (*named.get("obeyed", ()), *named.get("belongs", ()), *named.get("keeps", ()))
         keys = (*told, *entry.get("jobs", ()))
         if any(name not in (None, job) for name in about) or not all(map(self.job, keys)):
             return True
