@@ -17,8 +17,19 @@ import pytest
 from keepstep import codec, wire
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig
-from keepstep.model import Generation, JobId, JobSpec, NodeId, Phase, Policy, Rank, Severity, Sign
-from keepstep.orchestrator import access, admission, brain, events, forecast, state
+from keepstep.model import (
+    Generation,
+    JobId,
+    JobSpec,
+    JobState,
+    NodeId,
+    Phase,
+    Policy,
+    Rank,
+    Severity,
+    Sign,
+)
+from keepstep.orchestrator import access, admission, brain, events, forecast, launch, names, state
 from keepstep.orchestrator.access import EVENTS, WITHHELD, Gate, Sight, refusal
 from keepstep.orchestrator.api import ROUTES, Api
 from keepstep.orchestrator.http import BadRequest, Request, Response, Streamed
@@ -29,7 +40,7 @@ from keepstep.orchestrator.routes import Call, Route
 from keepstep.orchestrator.run import Orchestrator
 from keepstep.orchestrator.stepped import Waiting
 from keepstep.orchestrator.tokens import Caller, Role, Tokens, new
-from keepstep.orchestrator.turn import Note
+from keepstep.orchestrator.turn import Note, Turn
 
 OWN = "the-clusters-own-token"
 SECRET = "zebra"
@@ -491,6 +502,22 @@ async def test_a_project_asks_about_the_nodes_that_it_uses(made: Served):
 async def test_a_job_cannot_be_called_like_a_node(made: Served):
     spec = codec.to_plain(JobSpec(JobId("n1"), "t.py"))
     assert (await made.ask("own", "POST", "/v1/jobs", spec))[0] == 400
+
+
+@in_two_projects
+async def test_a_job_keeps_its_name_when_a_node_takes_it_later(made: Served):
+    cluster = made.orchestrator.cluster
+    for name, project in (("gpu-7", ""), ("gpu-8", "a")):
+        spec = codec.to_plain(JobSpec(JobId(name), "t.py", project=project))
+        assert (await made.ask("operator", "POST", "/v1/jobs", spec))[0] == 200
+        made.feed(wire.Hello(NodeId(name), "127.0.0.1", 1, 1, 2, "boot"))
+        assert (await made.ask("operator", "POST", "/v1/jobs", spec))[0] == 200
+        turn = Turn(cluster, 5.0)
+        launch.finish(turn, cluster.jobs[JobId(name)], JobState.FINISHED, 0, "done")
+        names.forget(cluster, cluster.jobs[JobId(name)])
+        other = codec.to_plain(JobSpec(JobId(name), "t.py", project="b"))
+        assert (await made.ask("operator", "POST", "/v1/jobs", other))[0] == 400
+        assert (await made.ask("operator", "POST", "/v1/jobs", spec))[0] == 200
 
 
 def test_a_taint_of_a_slot_is_for_those_on_the_slot():

@@ -79,9 +79,12 @@ def check_name(
 ) -> None:
     """Raises BadRequest if a name would be taken for something else, wherever it is read. `nodes`:
     theirs are taken; but a project is not told which nodes there are, and such a name, or one that
-    a node takes later, hides nothing of others' (see access.py). `whose` it is: it may stay so."""
+    a node takes later, hides nothing of others' (see access.py). `whose` it is: it may stay so,
+    also if a node has taken it since."""
     name, project = spec.job, spec.project or caller.project
-    if project and whose != project and words.ours(name):
+    if whose == project:
+        return
+    if project and words.ours(name):
         raise _other_meaning(name, "a letter, a number, or a word of our sentences")
     if not caller.project and NodeId(name) in nodes:
         raise _other_meaning(name, "a node")
