@@ -117,6 +117,22 @@ def test_a_leader_that_takes_over_knows_who_is_gone_for_how_long():
     assert OrchestratorConfig().forget_nodes_seconds == WEEK
 
 
+def test_who_is_gone_since_nobody_knows_when_is_gone_since_the_first_term_that_forgets():
+    cluster = cluster_of("n0", "n1")
+    lose(cluster, "n1", 100.0)
+    # As a leader of before left a node that fell silent with its stream open.
+    cluster.nodes[NodeId("n1")].unlinked_at = 0.0
+    cluster.forget_seconds, cluster.forget_due = 0.0, -1.0
+    upgraded = 50 * 365 * DAY
+    for term, at in ((2, upgraded), (3, upgraded + DAY)):
+        brain.step(cluster, events.TermBegan(Term(term), seq=9, forget_seconds=WEEK), at)
+        brain.step(cluster, hello("n0"), at + 1.0)
+        assert not tick(cluster, at + 60.0).changed
+    assert NodeId("n1") in cluster.nodes
+    tick(cluster, upgraded + WEEK)
+    assert sorted(cluster.nodes) == ["n0"]
+
+
 @pytest.mark.parametrize("now", [50.0, 5.0])
 def test_a_node_that_is_here_or_was_a_moment_ago_is_not_forgotten(now: float):
     cluster = cluster_of("n0", "n1", "n2", "n3")

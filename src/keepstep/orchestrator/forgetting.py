@@ -47,6 +47,10 @@ def refusal(cluster: Cluster, node: NodeId) -> str:
 def term_began(turn: Turn, event: TermBegan) -> None:
     """A new leader, and maybe other settings: when is somebody due?"""
     turn.cluster.forget_seconds = event.forget_seconds
+    for state in turn.cluster.nodes.values():
+        if not state.alive and not state.unlinked_at:
+            # Lost by silence, under a leader that did not write down when: its time begins now.
+            state.unlinked_at = turn.now
     _plan(turn, 0.0)
 
 
