@@ -168,6 +168,24 @@ def test_each_incident_is_counted_once_however_often_somebody_looks():
     assert found["keepstep_incident_pause_seconds_count"] == 5
 
 
+def test_no_incident_is_counted_again_when_the_newest_is_gone_with_its_jobs_name():
+    made = synthetic.cluster(SMALL)
+    ids = ["i2", "i7", "i4", "i9"]
+    began = [replace(made.closed[-1], incident=synthetic.IncidentId(name)) for name in ids]
+    tally = Tally()
+    tally.hear(began[:2])
+    # One that began before another may end after it: its number says nothing.
+    tally.hear(began[:3])
+    assert sum(tally.outcomes.values()) == 3
+    tally.hear(began[:2])
+    assert sum(tally.outcomes.values()) == 3, "the newest is let go"
+    tally.hear(began[3:])
+    assert sum(tally.outcomes.values()) == 4
+    later = Tally.after(began[:3])
+    later.hear((*began[:2], began[3]))
+    assert sum(later.outcomes.values()) == 1
+
+
 def test_what_was_over_when_a_term_began_is_nobodys_news():
     """A process that leads again, or takes over, would show hundreds of old ones as an increase."""
     made = synthetic.cluster(SMALL)

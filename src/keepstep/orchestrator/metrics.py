@@ -57,23 +57,21 @@ class Tally:
     pauses: Spread = field(default_factory=lambda: Spread(PAUSE_BOUNDS))
     """Seconds without training of incidents that ended with training."""
     phases: dict[str, float] = field(default_factory=dict)
-    _counted: str = ""
-    """The newest incident that is in all of these."""
+    _counted: frozenset[str] = frozenset()
+    """Incidents that are in all of these, of those that are still known. All of them: the newest
+    alone may be gone with its job's name, and numbers tell when one began, not when it ended."""
 
     @classmethod
     def after(cls, closed: Sequence[Incident]) -> Tally:
         """Of what is closed after these."""
-        return cls(_counted=closed[-1].incident if closed else "")
+        return cls(_counted=frozenset(one.incident for one in closed))
 
-    def hear(self, closed: Iterable[Incident]) -> None:
+    def hear(self, closed: Sequence[Incident]) -> None:
         """Take in what was closed since the last time."""
-        fresh: list[Incident] = []
-        for incident in reversed(tuple(closed)):
-            if incident.incident == self._counted:
-                break
-            fresh.append(incident)
-        for incident in reversed(fresh):
-            self._counted = incident.incident
+        before, self._counted = self._counted, frozenset(one.incident for one in closed)
+        for incident in closed:
+            if incident.incident in before:
+                continue
             self.outcomes[incident.outcome] += 1
             if incident.outcome in ("resumed", "moved"):
                 self.pauses.add(pause_seconds(incident))
