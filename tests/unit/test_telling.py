@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -244,6 +246,23 @@ async def test_a_sign_of_life_comes_while_only_others_have_decisions(made: Serve
                 await asyncio.sleep(0.01)
     assert decisions(listener.text) == []
     await listener.leave()
+
+
+@in_two_projects
+async def test_time_in_which_a_listener_is_made_to_wait_counts_until_the_next_sign_of_life(
+    made: Served,
+):
+    ahead = 0.0
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + ahead, thread_time=time.thread_time
+    )
+    with patch.object(telling, "time", clock), patch.object(telling, "ALIVE_SECONDS", 600.0):
+        parts = made.api._telling.events("", "a", lambda seconds: None)
+        assert await anext(parts) == b": connected\n\n"
+        for _ in range(2):
+            ahead += 600.0
+            async with asyncio.timeout(60):
+                assert await anext(parts) == b": alive\n\n"
 
 
 # --- what is not kept -----------------------------------------------------------------------------

@@ -102,8 +102,9 @@ class Telling:
             # A journal that was put back to an earlier time: these numbers come once more.
             part += self._gap(after, project)
             after = self._lost(project)
-        yield part
+        # Noted before: whoever takes it may let us wait, and that is time without a byte as well.
         sent_at = time.monotonic()
+        yield part
         while True:
             # Taken before the look: a decision made while the listener is busy is not missed.
             more = self._more.setdefault(project, asyncio.Event())
@@ -118,8 +119,8 @@ class Telling:
                 except TimeoutError:
                     part = b": alive\n\n"
             if part:
-                yield part
                 sent_at = time.monotonic()
+                yield part
             else:
                 await asyncio.sleep(0)
 
