@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from keepstep import wire
+from keepstep.agent import room
 from keepstep.agent.forks import Forks
 from keepstep.agent.links import Links
 from keepstep.agent.orders import JOBS_MAX, Hands, Orders
@@ -28,10 +29,11 @@ from keepstep.model import (
     NodeId,
     OrderId,
     Rank,
+    Seat,
     Sign,
     Term,
 )
-from keepstep.orchestrator import brain, events, state
+from keepstep.orchestrator import brain, events, names, spares, state
 
 NODE, JOB = NodeId("n1"), JobId("train")
 RINGS = ("seat-0-0.page", "seat-0-0.ring", "mirror-3.ring", "ending-0-0.json", "seat-0-0.new")
@@ -171,6 +173,21 @@ def test_forgotten_records_take_their_directories_along(node: Node) -> None:
     assert "job0" not in rooms
 
 
+def test_every_job_that_left_something_is_told_of_however_many_stay(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "KEPT_JOBS_MAX", 3)
+    for name in "abcde":
+        node.leave(name, *RINGS)
+    assert node.room.kept_jobs() == ("a", "b", "c")
+    assert node.room.kept_jobs() == ("d", "e", "a")
+    node.stop("e")
+    assert node.room.kept_jobs() == ("b", "c", "d")
+    for name in "bc":
+        node.stop(name)
+    assert node.room.kept_jobs() == ("a", "d"), "each once, if there is room for all"
+
+
 def _myself() -> WorkerRecord:
     reading = process.probe(os.getpid())
     assert reading is not None
@@ -222,6 +239,23 @@ def test_a_job_that_may_go_on_keeps_its_rooms(how: JobState) -> None:
     assert told(brain.step(ended(how), hello("n2", JOB), 5.0)) == []
 
 
+def test_a_node_is_told_to_stop_a_job_of_which_only_the_name_is_left() -> None:
+    def forgotten() -> state.Cluster:
+        cluster = ended()
+        names.forget(cluster, cluster.jobs[JOB])
+        return cluster
+
+    decision = brain.step(forgotten(), hello("n2", JOB), 5.0)
+    assert told(decision) == [(JOB, (NodeId("n2"),))]
+    (order,) = decision.orders
+    assert (order.order_id, order.generation) == ("train/g1/stop", 1)
+    assert isinstance(order.action, wire.Stop)
+    assert told(brain.step(forgotten(), hello("n2", JOB, obeyed=2), 5.0)) == []
+    behind = forgotten()
+    brain.step(behind, events.JournalBehind(NodeId("n2"), Term(1), 99, 50), 5.0)
+    assert told(brain.step(behind, hello("n2", JOB), 5.0)) == []
+
+
 def test_a_job_that_this_journal_does_not_have_keeps_its_rooms() -> None:
     assert told(brain.step(ended(), hello("n2", "another"), 5.0)) == []
 
@@ -232,3 +266,52 @@ def test_who_has_obeyed_more_than_this_journal_knows_keeps_its_rooms() -> None:
     behind = events.JournalBehind(NodeId("n2"), Term(1), 99, 50)
     brain.step(cluster, behind, 5.0)
     assert told(brain.step(cluster, hello("n2", JOB), 5.0)) == []
+
+
+def test_whoever_a_rank_left_is_told_when_its_job_is_over_however_long_ago() -> None:
+    cluster = state.new_cluster("test")
+    brain.step(cluster, events.TermBegan(Term(1), seq=10), 0.0)
+    for node in ("n1", "n2", "n3"):
+        brain.step(cluster, hello(node), 0.0)
+    brain.step(cluster, events.Submitted(JobSpec(JOB, "train.py")), 0.0)
+    job = cluster.jobs[JOB]
+    been = [_seat_of(job).node]
+    for at in (1.0, 2.0):
+        # It starts anew elsewhere: nobody asks the node before for anything any more.
+        brain.step(cluster, events.DrainAsked(_seat_of(job).node, "broken"), at)
+        brain.step(cluster, _end_of(job, Sign.EXIT), at)
+        brain.step(cluster, events.Tick(), at + 0.9)
+        been.append(_seat_of(job).node)
+        assert [seat.node for each in job.settled for seat in each.roster.seats] == been[-1:]
+    assert len(set(been)) == 3
+    again = state.from_plain(state.to_plain(cluster))
+    decision = brain.step(again, _end_of(job, Sign.FINISHED), 5.0)
+    assert again.jobs[JOB].state is JobState.FINISHED
+    assert told(decision) == [(JOB, tuple(NodeId(node) for node in ("n1", "n2", "n3")))]
+    assert again.jobs[JOB].places == ()
+
+
+def test_only_nodes_that_are_known_and_have_no_seat_are_remembered() -> None:
+    cluster = ended()
+    job = state.Job(JobSpec(JOB, "train.py"), JobState.RUNNING, 0.0)
+    for number in range(8):
+        seats = (Seat(Rank(0), NodeId("n1" if number == 1 else f"pod-{number}"), 0, number),)
+        roster = replace(cast(Any, cluster.jobs[JOB].roster), seats=seats)
+        spares.settle(cluster, job, state.Settled(roster, number), *job.settled)
+    assert len(job.settled) == state.SETTLED_MAX
+    assert job.places == ("n1",)
+    at_home = replace(cast(Any, cluster.jobs[JOB].roster), seats=(Seat(Rank(0), NODE, 0, 9),))
+    spares.settle(cluster, job, state.Settled(at_home, 9))
+    assert job.places == ()
+
+
+def _seat_of(job: state.Job) -> Seat:
+    assert job.roster is not None
+    return job.roster.seats[0]
+
+
+def _end_of(job: state.Job, sign: Sign) -> wire.Observed:
+    seat = _seat_of(job)
+    return wire.Observed(
+        seat.node, JOB, sign, seat.rank, seat.incarnation, job.generation, exit_code=1
+    )

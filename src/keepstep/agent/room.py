@@ -52,7 +52,7 @@ ENDINGS_MAX = 256
 """Deaths per job that are reported again after a reconnect."""
 SOCKET_PATH_BYTES_MAX = 107
 KEPT_JOBS_MAX = 256
-"""Told in one Hello; the others in a later one."""
+"""Told in one Hello; the others in the next ones."""
 _COVERS = ("cover-*.kept", "cover-*.new")
 _LEFT = (
     *_COVERS,
@@ -148,6 +148,8 @@ class Room:
         self.health: ProcessRecord | None = None
         self.seq = 0
         """The newest entry of the journal whose order was obeyed here, in whatever term."""
+        self._kept_told = ""
+        """The last job of which a Hello told that something is kept."""
 
     def open(self) -> None:
         """Make the room, or read what an earlier agent left in it."""
@@ -222,10 +224,14 @@ class Room:
             path.unlink(missing_ok=True)
 
     def kept_jobs(self) -> tuple[str, ...]:
-        """Jobs of which something is left here, whether or not there is a record of them."""
+        """Jobs of which something is left here, whether or not there is a record of them. If they
+        are too many, each time those behind the last: some of them may have to stay for long."""
         rooms = sorted(path for path in self.directory.iterdir() if path.is_dir())
+        rooms.sort(key=lambda path: path.name <= self._kept_told)
         kept = (path.name for path in rooms if any(_left(path, _LEFT)))
-        return tuple(islice(kept, KEPT_JOBS_MAX))
+        told = tuple(islice(kept, KEPT_JOBS_MAX))
+        self._kept_told = told[-1] if told else ""
+        return told
 
     def forget_job(self, job: JobId) -> None:
         """Without its record. Its directory goes if it is empty."""

@@ -200,7 +200,7 @@ def start_cold(turn: Turn, job: Job, seats: list[Seat]) -> None:
     store = roster.store_node(seats, turn.cluster.nodes, (), before)
     new_generation(turn, job, seats, store)
     assert job.roster is not None
-    job.settled = (Settled(job.roster, turn.cluster.counter),)
+    spares.settle(turn.cluster, job, Settled(job.roster, turn.cluster.counter))
     job.begun = False
     job.portions, job.portions_told = {}, False
     # Whoever an agent did not find was of the old run: its successor is not dead.
@@ -345,7 +345,7 @@ def close_incident(turn: Turn, job: Job, outcome: str) -> None:
 def forget_run(job: Job) -> None:
     """No worker of this job is left: nothing that was seen of them counts."""
     job.migration = None
-    job.settled = ()
+    job.settled = job.places = ()
     job.stalls, job.deaths = {}, {}
     job.broken_at = job.stalls_at = job.turn_at = -1.0
 

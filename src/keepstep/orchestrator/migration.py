@@ -46,7 +46,6 @@ from keepstep.orchestrator.happenings import (
 from keepstep.orchestrator.incidents import Fault
 from keepstep.orchestrator.state import (
     CAUSES_MAX,
-    SETTLED_MAX,
     Cause,
     Job,
     Migration,
@@ -305,7 +304,7 @@ def _unverified(turn: Turn, job: Job, bad: list[SeatReport]) -> None:
 def _resume(turn: Turn, job: Job) -> None:
     migration, now = in_migration(job)
     assert migration.plan is not None
-    job.settled = (Settled(now, turn.cluster.counter), *job.settled)[:SETTLED_MAX]
+    spares.settle(turn.cluster, job, Settled(now, turn.cluster.counter), *job.settled)
     launch.change_phase(turn, job, Phase.RESUME)
     digests = migration.plan.digests
     what = f"{len(digests)} portions as agreed"
@@ -323,7 +322,7 @@ def _done(turn: Turn, job: Job) -> None:
     migration, now = in_migration(job)
     portions.settle(job, alike.distinct(migration.reports.values()))
     launch.change_phase(turn, job, Phase.DONE)
-    job.settled = (Settled(now, job.settled[0].serial),)
+    spares.settle(turn.cluster, job, Settled(now, job.settled[0].serial))
     job.begun, job.state, job.standby_losses = True, JobState.RUNNING, 0
     took = turn.now - migration.began_at
     turn.note(

@@ -87,18 +87,23 @@ def hello(turn: Turn, event: Hello) -> None:
 def _stop_again(turn: Turn, event: Hello) -> None:
     """Jobs that ended while this node could not be told: what they left there is in its memory.
 
-    Only what this journal knows to be over. A job that is parked or waits is not, and one that the
-    journal does not have, or that this node has obeyed more of than we know, may run."""
-    for name in event.keeps:
-        job = turn.cluster.jobs.get(JobId(name))
-        if job is None or not job.state.over:
+    Only what this journal knows to be over, be it only by its Past. A job that is parked or waits
+    is not, and one that the journal does not have, or that this node has obeyed more of than we
+    know, may run."""
+    cluster = turn.cluster
+    for name in map(JobId, event.keeps):
+        job = cluster.jobs.get(name)
+        known = job if job is not None else cluster.past.get(name)
+        if known is None or (job is not None and not job.state.over):
             continue
-        if reconcile.forgotten(turn.cluster, JobId(name), event.node):
+        if reconcile.forgotten(cluster, name, event.node):
             continue
-        newest = max(job.generation, job.promised)
+        newest = max(known.generation, known.promised)
         if event.obeyed.get(name, newest) <= newest:
             why = f"{name} is over, and {event.node} was not told"
-            turn.order(job, "stop", (event.node,), Stop(job.exit_code, why), newest)
+            stop = Stop(job.exit_code if job is not None else 0, why)
+            at = (cluster.term, newest, OrderId(f"{name}/g{newest}/stop"))
+            turn.orders.append(Order(*at, name, (event.node,), stop))
             turn.note(why)
 
 

@@ -21,12 +21,11 @@ from dataclasses import replace
 
 from keepstep import belonging
 from keepstep.model import Generation, JobId, JobState, NodeId, Phase, Rank, Seat, Sign, Term
-from keepstep.orchestrator import launch, observe, orders, roster, saving, slots, suspicion
+from keepstep.orchestrator import launch, observe, orders, roster, saving, slots, spares, suspicion
 from keepstep.orchestrator.events import JournalBehind
 from keepstep.orchestrator.incidents import Fault, note_broken
 from keepstep.orchestrator.state import (
     GAPS_MAX,
-    SETTLED_MAX,
     Cause,
     Cluster,
     Gap,
@@ -453,7 +452,7 @@ def _seat(turn: Turn, job: Job, seats: list[Seat], dead: set[Rank]) -> None:
     store = roster.store_node(seats, cluster.nodes, dead, before)
     job.roster = roster.build(name, job.generation, secret, store, seats, cluster.nodes)
     # Private state may also be where ranks sat before what was forgotten.
-    job.settled = (Settled(job.roster, cluster.counter), *job.settled)[:SETTLED_MAX]
+    spares.settle(cluster, job, Settled(job.roster, cluster.counter), *job.settled)
     floor = cluster.term * INCARNATIONS_SKIPPED
     job.incarnations = {s.rank: max(s.incarnation, floor) + INCARNATIONS_SKIPPED for s in seats}
     job.homes = job.homes or {seat.rank: seat.node for seat in seats}

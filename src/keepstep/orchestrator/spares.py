@@ -9,9 +9,11 @@ from keepstep.model import NodeId, Rank
 from keepstep.orchestrator import placing, slots
 from keepstep.orchestrator.placing import Choice
 from keepstep.orchestrator.state import (
+    SETTLED_MAX,
     Cluster,
     Job,
     Occupant,
+    Settled,
     Standby,
     natural,
     slot_key,
@@ -100,12 +102,25 @@ def drop_standby(turn: Turn, job: Job, node: NodeId, slot: int) -> None:
     turn.order(job, f"drop/{node}.{slot}/{standby.serial}", (node,), DropStandby(slot))
 
 
+def settle(cluster: Cluster, job: Job, *settled: Settled) -> None:
+    """Private state is in these rosters' nodes, newest first. Where its ranks were before, nobody
+    looks for it any more; but it is still in those nodes' memory, until they are told to stop. Not
+    remembered: where a joiner died before all went on. That node asks with its next Hello."""
+    before = {seat.node for each in job.settled for seat in each.roster.seats}
+    job.settled = settled[:SETTLED_MAX]
+    now = {seat.node for each in job.settled for seat in each.roster.seats}
+    # Nodes that are forgotten tell of it when they come back. The others bound this.
+    left = {node for node in {*before, *job.places} - now if node in cluster.nodes}
+    job.places = tuple(sorted(left, key=natural))
+
+
 def clear(turn: Turn, job: Job, exit_code: int, why: str) -> None:
     """The job is over: end what is left of it, and give its slots back."""
     nodes = {standby.node for standby in job.standbys.values()}
     if job.roster is not None:
         nodes |= {seat.node for seat in job.roster.seats}
     # Where its ranks were before, too: their private state is still in those nodes' memory.
+    nodes |= set(job.places)
     nodes |= {seat.node for settled in job.settled for seat in settled.roster.seats}
     # Everywhere: a worker that was to be killed may hold a slot of a node without any seat.
     for node, state in turn.cluster.nodes.items():

@@ -378,6 +378,8 @@ class Job:
     homes: dict[Rank, NodeId] = field(default_factory=dict)
     """The nodes that the ranks started on."""
     settled: tuple[Settled, ...] = ()
+    places: tuple[NodeId, ...] = ()
+    """Nodes of rosters that are not among these any more: they keep what its ranks left there."""
     portions: dict[str, int] = field(default_factory=dict)
     """Of its state, by name, since the workers were last started from the top, and how many ranks
     hold each. Empty: nobody told, and all state is one."""
