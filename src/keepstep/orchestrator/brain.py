@@ -163,6 +163,7 @@ def _dispatch(turn: Turn, event: Event) -> None:
                 taints.health(turn, sender, event)
         case Submitted():
             launch.submitted(turn, event)
+            reconcile.submitted(turn, event.spec.job)
         case StopAsked():
             requests.stop(turn, event)
         case MigrateAsked() | DrainAsked() | UndrainAsked() | TaintAsked() | UntaintAsked():
@@ -464,7 +465,7 @@ def _publish(turn: Turn, event: Publish) -> None:
     job = turn.cluster.jobs.get(event.job)
     state = turn.cluster.nodes.get(event.node)
     unsure = job is not None and job.unsure is not None
-    if unsure or reconcile.forgotten(turn.cluster, event.job, event.node):
+    if unsure or reconcile.forgotten(turn.cluster, event.job, event.node, event.generation):
         # It may be the journal that is behind, not this worker: it asks again without an answer.
         turn.ignore(f"checkpoint {event.path} has to wait: the journal is behind")
         return

@@ -185,7 +185,7 @@ def place(turn: Turn, job: Job, also: Set[placing.Place] = frozenset()) -> list[
             free += [s for s in given if not slots.tainted(cluster, node, s, turn.now)]
         if len(free) >= each:
             first = len(seats)
-            mine = job.first_incarnation
+            mine = names.first_incarnation(job)
             seats += [Seat(Rank(first + i), node, free[i], mine) for i in range(each)]
         if len(seats) == job.spec.world_size:
             return seats

@@ -11,11 +11,13 @@ project have a name under which there is still something of another's.
 from __future__ import annotations
 
 from keepstep.model import Generation, JobId
-from keepstep.orchestrator.past import PAST_MAX, Past
-from keepstep.orchestrator.state import Cluster, Job, next_incarnation
+from keepstep.orchestrator.past import PAST_MAX, Past, Unissued
+from keepstep.orchestrator.state import Cluster, Job, Occupant, next_incarnation
 
 AT_ONCE = 10
 """A tenth of all names goes at once: to find the oldest takes a look at each."""
+UNISSUED_MAX = 4
+"""Of one name: each was skipped for another loss of the journal's end."""
 
 
 class Owners:
@@ -47,6 +49,7 @@ def past_of(job: Job) -> Past:
         job.published_step,
         job.published_path,
         job.contaminated,
+        job.unissued,
     )
 
 
@@ -56,14 +59,35 @@ def go_on(cluster: Cluster, job: Job) -> None:
     before, past = cluster.jobs.get(name), cluster.past.pop(name, None)
     if before is not None:
         past = past_of(before)
-    job.promised = Generation(cluster.past_number)
-    job.first_incarnation = cluster.past_number
     if past is not None:
         # The rerun goes on at the published checkpoint, and no old worker can meet a new one.
-        job.generation, job.promised = past.generation, max(past.promised, job.promised)
+        job.generation, job.promised = past.generation, past.promised
         job.published_step, job.published_path = past.published_step, past.published_path
         job.contaminated = past.contaminated
-        job.first_incarnation = max(past.first_incarnation, job.first_incarnation)
+        job.first_incarnation, job.unissued = past.first_incarnation, past.unissued
+    last = cluster.past_number
+    if last > min(job.promised, job.first_incarnation):
+        skipped = Unissued(Generation(job.promised + 1), last, job.first_incarnation)
+        job.unissued = (*job.unissued, skipped)[-UNISSUED_MAX:]
+        job.promised = Generation(max(job.promised, last))
+
+
+def first_incarnation(job: Job) -> int:
+    """Of a run that starts from the top. Ends of those that were skipped may still be told."""
+    return max([job.first_incarnation, *(skipped.last for skipped in job.unissued)])
+
+
+def never_given_out(known: Job | Past | None, generation: Generation) -> bool:
+    """Whether this journal never gave a generation out under a name, as far as that is known."""
+    if known is None or generation > max(known.generation, known.promised):
+        return True
+    return any(skipped.first <= generation <= skipped.last for skipped in known.unissued)
+
+
+def unknown(job: Job, user: Occupant) -> bool:
+    """A worker under a job's name, of a run that this journal lacks: not one of ours to end."""
+    at = user.incarnation
+    return user.fenced and any(s.incarnation <= at < s.last for s in job.unissued)
 
 
 def forget(cluster: Cluster, job: Job) -> None:

@@ -96,10 +96,11 @@ def _stop_again(turn: Turn, event: Hello) -> None:
         known = job if job is not None else cluster.past.get(name)
         if known is None or (job is not None and not job.state.over):
             continue
-        if reconcile.forgotten(cluster, name, event.node):
-            continue
         newest = max(known.generation, known.promised)
-        if event.obeyed.get(name, newest) <= newest:
+        obeyed = event.obeyed.get(name, newest)
+        if reconcile.forgotten(cluster, name, event.node, obeyed):
+            continue
+        if obeyed <= newest:
             why = f"{name} is over, and {event.node} was not told"
             stop = Stop(job.exit_code if job is not None else 0, why)
             at = (cluster.term, newest, OrderId(f"{name}/g{newest}/stop"))

@@ -11,6 +11,18 @@ PAST_MAX = 20_000
 
 
 @dataclass(frozen=True, slots=True)
+class Unissued:
+    """Numbers under a name that this journal never gave out: they are skipped, because a run that
+    it lacks may have them."""
+
+    first: Generation
+    last: int
+    """Of generations; incarnations end below it."""
+    incarnation: int
+    """The first one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Past:
     """A name that was used: whose it is, where its next run goes on, and above which numbers."""
 
@@ -23,3 +35,4 @@ class Past:
     published_step: int = -1
     published_path: str = ""
     contaminated: tuple[int, ...] = ()
+    unissued: tuple[Unissued, ...] = ()

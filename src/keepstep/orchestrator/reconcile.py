@@ -21,9 +21,20 @@ from dataclasses import replace
 
 from keepstep import belonging
 from keepstep.model import Generation, JobId, JobState, NodeId, Phase, Rank, Seat, Sign, Term
-from keepstep.orchestrator import launch, observe, orders, roster, saving, slots, spares, suspicion
+from keepstep.orchestrator import (
+    launch,
+    names,
+    observe,
+    orders,
+    roster,
+    saving,
+    slots,
+    spares,
+    suspicion,
+)
 from keepstep.orchestrator.events import JournalBehind
 from keepstep.orchestrator.incidents import Fault, note_broken
+from keepstep.orchestrator.past import Past
 from keepstep.orchestrator.state import (
     GAPS_MAX,
     Cause,
@@ -100,13 +111,15 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
     if turn.cluster.ahead.get(event.node, event.seq_seen) != event.seq_seen:
         # Since the gap was written down it has obeyed entries that are here.
         del turn.cluster.ahead[event.node]
+    turn.cluster.shown.pop(event.node, None)
     for name, generation in sorted(event.obeyed.items()):
         job = turn.cluster.jobs.get(JobId(name))
         if job is None or job.state.over:
-            _skip_numbers(turn.cluster, JobId(name), event)
+            _note_unknown(turn, JobId(name), event)
             continue
         # Nearly always it knows no more than we do: then nobody looks through the seats for it.
         later = generation > job.promised or job.unsure is not None
+        later = later or _runs_unknown(turn.cluster, job, event)
         if later and _belongs(turn.cluster, job, event):
             _doubt(turn, job, generation, event.node)
     for job in _unsure(turn.cluster):
@@ -132,15 +145,56 @@ def hear(turn: Turn, state: NodeState, event: Hello) -> None:
         turn.touched = True
 
 
-def _skip_numbers(cluster: Cluster, name: JobId, hello: Hello) -> None:
-    """A run that the journal lacks, of a name that does not run here: whoever runs it again gets
-    numbers that no agent takes for those of then."""
-    told = _told(cluster, name, hello) if forgotten(cluster, name, hello.node) else None
-    job, past = cluster.jobs.get(name), cluster.past.get(name)
-    known = job.promised if job is not None else past.promised if past is not None else 0
-    if told is not None and told > max(known, cluster.past_number):
+def _note_unknown(turn: Turn, name: JobId, hello: Hello) -> None:
+    """A run that the journal lacks, of a name that does not run here. Whoever runs it again gets
+    numbers that no agent takes for those of then; and if it lives, that is the run then."""
+    cluster, node = turn.cluster, hello.node
+    known = _known(cluster, name)
+    if not names.never_given_out(known, hello.obeyed[name]):
+        return
+    told = _told(cluster, name, hello)
+    if told is None or not names.never_given_out(known, told):
+        return
+    lives = any(fact.job == name for fact in hello.workers)
+    if lives:
+        # Its word is proof enough, also of a node that was forgotten with what it had shown.
+        cluster.behind_at.setdefault(node, turn.now)
+        cluster.shown.setdefault(node, {})[name] = told
+    if not forgotten(cluster, name, node, told):
+        return
+    if told > max(known.promised if known is not None else 0, cluster.past_number):
         floor = max(told, cluster.term * INCARNATIONS_SKIPPED)
         cluster.past_number = floor + INCARNATIONS_SKIPPED
+
+
+def _runs_unknown(cluster: Cluster, job: Job, hello: Hello) -> bool:
+    """Whether a job that waits here lives there, in numbers that were skipped for such a run. What
+    was merely obeyed may have ended: then it is to be run again."""
+    if job.state is not JobState.WAITING or hello.node not in cluster.behind_at:
+        return False
+    facts = (fact for fact in hello.workers if fact.job == job.spec.job)
+    return any(names.never_given_out(job, fact.generation) for fact in facts)
+
+
+def submitted(turn: Turn, name: JobId) -> None:
+    """A job is submitted again that lives in a run which the journal lacks: that is found, and none
+    is started beside it."""
+    cluster, job = turn.cluster, turn.cluster.jobs[name]
+    told = {node: runs.pop(name) for node, runs in cluster.shown.items() if name in runs}
+    cluster.shown = {node: runs for node, runs in cluster.shown.items() if runs}
+    for node in sorted(told):
+        state = cluster.nodes[node]
+        users = [(slot, user) for slot, user in sorted(state.uses.items()) if user.job == name]
+        if not users:
+            continue
+        _doubt(turn, job, told[node], node)
+        assert job.unsure is not None
+        if state.linked:
+            job.unsure.claims[node] = tuple(
+                Seat(user.rank, node, slot, user.incarnation) for slot, user in users
+            )
+    if job.unsure is not None:
+        settle(turn, job)
 
 
 def _disbelieve(turn: Turn, job: Job, state: NodeState, facts: list[WorkerFact]) -> None:
@@ -194,9 +248,11 @@ def _told(cluster: Cluster, name: JobId, hello: Hello) -> Generation | None:
 
 def _doubt(turn: Turn, job: Job, generation: Generation, node: NodeId) -> None:
     if job.unsure is None:
+        skipped = generation < job.promised and names.never_given_out(job, generation)
+        knows = "does not have it" if skipped else f"knows {job.promised}"
         why = (
-            f"{node} has obeyed generation {generation} of {job.spec.job}, and the journal knows "
-            f"{job.promised}: nothing is decided before all its ranks are found"
+            f"{node} has obeyed generation {generation} of {job.spec.job}, and the journal "
+            f"{knows}: nothing is decided before all its ranks are found"
         )
         job.unsure = Unsure(turn.now, why, claims=_listed(turn.cluster, job))
         if job.roster is not None and job.migration is not None:
@@ -227,7 +283,7 @@ def left_alone(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
     job = cluster.jobs.get(fact.job)
     if job is not None and job.unsure is not None:
         return True
-    if not forgotten(cluster, fact.job, state.node):
+    if not forgotten(cluster, fact.job, state.node, fact.generation):
         return False
     keep_slot(turn, state, fact, fenced=True)
     turn.note(
@@ -237,16 +293,22 @@ def left_alone(turn: Turn, state: NodeState, fact: WorkerFact) -> bool:
     return True
 
 
-def forgotten(cluster: Cluster, name: JobId, node: NodeId) -> bool:
-    """A job that does not run here, and may have run on in what the journal lacks, which this node
-    has obeyed. What ended after that was found ended for good: its workers are not left alone."""
-    behind_at = cluster.behind_at.get(node)
+def forgotten(cluster: Cluster, name: JobId, node: NodeId, generation: Generation) -> bool:
+    """A run that is not one of this journal's, and may be one of those that it lacks, which this
+    node has obeyed. What ended after that was found ended for good: its workers are not left alone.
+    What was never given out here did not end here either, however often its name was run since."""
+    behind_at, known = cluster.behind_at.get(node), _known(cluster, name)
     if behind_at is None:
         return False
-    job, past = cluster.jobs.get(name), cluster.past.get(name)
-    if job is not None:
-        return job.state.over and job.since <= behind_at
-    return past is None or past.ended_at <= behind_at
+    if known is None or names.never_given_out(known, generation):
+        return True
+    if isinstance(known, Job):
+        return known.state.over and known.since <= behind_at
+    return known.ended_at <= behind_at
+
+
+def _known(cluster: Cluster, name: JobId) -> Job | Past | None:
+    return cluster.jobs.get(name) or cluster.past.get(name)
 
 
 def heard(turn: Turn, job: Job, event: Message) -> None:
@@ -294,7 +356,7 @@ def give_up(job: Job) -> None:
     assert job.unsure is not None
     job.generation = max(job.generation, job.unsure.generation)
     job.promised = max(job.promised, job.generation)
-    job.unsure = None
+    job.unsure, job.unissued = None, ()
 
 
 def term_began(turn: Turn) -> None:
@@ -457,7 +519,7 @@ def _seat(turn: Turn, job: Job, seats: list[Seat], dead: set[Rank]) -> None:
     job.incarnations = {s.rank: max(s.incarnation, floor) + INCARNATIONS_SKIPPED for s in seats}
     job.homes = job.homes or {seat.rank: seat.node for seat in seats}
     job.migration, job.missing, job.finished, job.leaving = None, {}, {}, {}
-    job.loan = None
+    job.loan, job.unissued = None, ()
     job.broken_at, job.stalls, job.stalls_at = -1.0, {}, -1.0
     job.begun, job.state = True, JobState.RUNNING
     orders.fence_seats(turn, job, "forgotten", others)

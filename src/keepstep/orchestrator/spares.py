@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from keepstep.model import NodeId, Rank
-from keepstep.orchestrator import placing, slots
+from keepstep.orchestrator import names, placing, slots
 from keepstep.orchestrator.placing import Choice
 from keepstep.orchestrator.state import (
     SETTLED_MAX,
@@ -124,10 +124,10 @@ def clear(turn: Turn, job: Job, exit_code: int, why: str) -> None:
     nodes |= {seat.node for settled in job.settled for seat in settled.roster.seats}
     # Everywhere: a worker that was to be killed may hold a slot of a node without any seat.
     for node, state in turn.cluster.nodes.items():
-        if any(user.job == job.spec.job for user in state.uses.values()):
+        ours = [slot for slot, user in state.uses.items() if _ours(turn.cluster, job, node, user)]
+        if ours:
             nodes.add(node)
-            kept = {slot: user for slot, user in state.uses.items() if user.job != job.spec.job}
-            state.uses = kept
+            state.uses = {slot: user for slot, user in state.uses.items() if slot not in ours}
             slots.index(turn.cluster, state)
     known = turn.cluster.nodes
     told = sorted((n for n in nodes if n in known and known[n].alive), key=natural)
@@ -135,6 +135,12 @@ def clear(turn: Turn, job: Job, exit_code: int, why: str) -> None:
     newest = max(job.generation, job.promised)
     turn.order(job, "stop", told, Stop(exit_code, why), newest)
     job.standbys = {}
+
+
+def _ours(cluster: Cluster, job: Job, node: NodeId, user: Occupant) -> bool:
+    """What a run that the journal lacks has under this name is left alone here as well."""
+    left_alone = node in cluster.behind_at and names.unknown(job, user)
+    return user.job == job.spec.job and not left_alone
 
 
 def _free_slot(cluster: Cluster, job: Job, now: float) -> tuple[NodeId, int] | None:

@@ -34,7 +34,7 @@ from keepstep.model import (
     Sign,
     Term,
 )
-from keepstep.orchestrator.past import Past
+from keepstep.orchestrator.past import Past, Unissued
 from keepstep.wire import Home, SeatReport
 
 CLOSED_MAX = 1000
@@ -426,6 +426,7 @@ class Job:
     incidents: int = 0
     fallbacks: int = 0
     unsure: Unsure | None = None
+    unissued: tuple[Unissued, ...] = ()  # Until what has them is found, or ended by an operator.
 
 
 @dataclass(slots=True)
@@ -483,6 +484,8 @@ class Cluster:
     they have obeyed one that it has."""
     behind_at: dict[NodeId, float] = field(default_factory=dict)
     """When a node last showed such entries: what had ended by then may have gone on in them."""
+    shown: dict[NodeId, dict[JobId, Generation]] = field(default_factory=dict)
+    """Who has workers of runs that this journal lacks, and showed that it was told of them."""
 
     def next(self) -> int:
         self.counter += 1
