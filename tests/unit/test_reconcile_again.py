@@ -8,7 +8,8 @@ import pytest
 
 from keepstep import wire
 from keepstep.model import Generation, JobId, JobSpec, JobState, NodeId, Rank, Sign, Term
-from keepstep.orchestrator import brain, events, reconcile, state
+from keepstep.orchestrator import brain, events, reconcile, replica, snapshots, state
+from keepstep.orchestrator.journal import Loaded
 from tests.unit.test_reconcile import begin, behind, hello, publish, step, worker
 
 X = JobId("x")
@@ -161,3 +162,25 @@ def test_nobody_takes_a_seat_of_a_job_to_come_without_having_been_told_of_it():
     step(cluster, events.Submitted(SPEC), 12.0)
     job = cluster.jobs[X]
     assert (job.state, job.unsure) == (JobState.STARTING, None)
+
+
+# --- a snapshot of before the moments were kept ---------------------------------------------------
+
+
+def test_who_was_left_alone_before_an_upgrade_is_left_alone_after_it():
+    cluster = with_a_run(known=True)
+    behind(cluster, "n2", 12.0)
+    cluster.gaps = tuple(gap for gap in cluster.gaps if gap.node != "n2")
+    body = snapshots.body_of(cluster, 30.0)
+    loaded = Loaded(replica.codec.loads(body), 90, ())
+    for field in ("behind_at", "shown", "past", "past_number"):
+        del loaded.snapshot["cluster"][field]
+    read = replica.of(loaded).cluster
+    assert read.behind_at == {"n0": 11.0, "n1": 11.0, "n2": 30.0}
+    for node, rank in (("n0", 0), ("n1", 1)):
+        assert ended(step(read, says(node, rank), 40.0)) == []
+    assert ended(step(read, hello("n2", worker(0, JobId("y"))), 40.0)) == []
+    # A newer one says itself whose moments it has.
+    cluster.behind_at = {}
+    newer = Loaded(replica.codec.loads(snapshots.body_of(cluster, 30.0)), 90, ())
+    assert replica.of(newer).cluster.behind_at == {}

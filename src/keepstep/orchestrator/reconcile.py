@@ -311,6 +311,14 @@ def _known(cluster: Cluster, name: JobId) -> Job | Past | None:
     return cluster.jobs.get(name) or cluster.past.get(name)
 
 
+def date_gaps(cluster: Cluster, moment: float) -> None:
+    """A snapshot of before the moments were kept, and when it was made: who was left alone by it is
+    left alone."""
+    cluster.behind_at = dict.fromkeys(cluster.ahead, moment)
+    for found in sorted(cluster.gaps, key=lambda gap: gap.at):
+        cluster.behind_at[found.node] = found.at
+
+
 def heard(turn: Turn, job: Job, event: Message) -> None:
     """A message about a job in doubt: an end, and that it does not train, are remembered; the rest
     is told again later."""

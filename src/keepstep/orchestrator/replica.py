@@ -17,7 +17,7 @@ from typing import Any
 from keepstep import codec
 from keepstep.errors import Permanent
 from keepstep.model import Term
-from keepstep.orchestrator import brain, events, state
+from keepstep.orchestrator import brain, events, reconcile, state
 from keepstep.orchestrator.journal import Journal, Loaded, SharedJournal, Standing
 
 
@@ -59,6 +59,8 @@ def of(loaded: Loaded) -> Replica:
     events.refuse_newer(loaded.snapshot)
     cluster = state.from_plain(loaded.snapshot["cluster"])
     moment = float(loaded.snapshot["now"])
+    if "behind_at" not in loaded.snapshot["cluster"]:
+        reconcile.date_gaps(cluster, moment)
     replica = Replica(cluster, moment, loaded.at_seq, loaded.at_seq)
     replica.step(loaded.entries)
     return replica
