@@ -14,6 +14,7 @@ from tests.unit.test_reconcile import begin, behind, hello, publish, step, worke
 
 X = JobId("x")
 SPEC = JobSpec(X, "train.py", nodes=2)
+DAY = 86_400.0
 
 
 def with_a_run(*, known: bool, generation: int = 1, room: bool = False) -> state.Cluster:
@@ -184,3 +185,43 @@ def test_who_was_left_alone_before_an_upgrade_is_left_alone_after_it():
     cluster.behind_at = {}
     newer = Loaded(replica.codec.loads(snapshots.body_of(cluster, 30.0)), 90, ())
     assert replica.of(newer).cluster.behind_at == {}
+
+
+# --- nodes that are gone --------------------------------------------------------------------------
+
+
+def lose(cluster: state.Cluster, node: str, now: float) -> None:
+    step(cluster, events.LinkLost(NodeId(node)), now)
+    step(cluster, events.Tick(), now + 10.0)
+    assert not cluster.nodes[NodeId(node)].alive
+
+
+def test_pods_that_showed_a_gap_do_not_stay_in_any_book_for_ever():
+    cluster = state.new_cluster("test")
+    step(cluster, events.TermBegan(Term(6), seq=50, forget_seconds=DAY), 0.0)
+    step(cluster, hello("keeper"), 0.0)
+    behind(cluster, "never-came", 0.0)
+    for number in range(10):
+        pod, now = f"pod-{number}", number * DAY
+        behind(cluster, pod, now + 1.0)
+        step(cluster, replace(says(pod, 0), seq_seen=90 - number % 2), now + 2.0)
+        lose(cluster, pod, now + 10.0)
+        step(cluster, hello("keeper"), now + 30.0)
+        step(cluster, events.Tick(), now + DAY - 1.0)
+    step(cluster, events.Tick(), 20 * DAY)
+    assert sorted(cluster.nodes) == ["keeper"]
+    assert (cluster.ahead, cluster.behind_at, cluster.shown) == ({}, {}, {})
+
+
+def test_a_node_that_was_forgotten_shows_again_what_the_journal_lacks():
+    cluster = with_a_run(known=True)
+    # n0 has obeyed entries of this history since: by them nobody sees a gap any more.
+    later = replace(says("n0", 0), term_seen=Term(6), seq_seen=60)
+    step(cluster, later, 12.0)
+    lose(cluster, "n0", 20.0)
+    assert step(cluster, events.ForgetAsked(NodeId("n0")), 40.0).changed
+    assert NodeId("n0") not in cluster.behind_at
+    assert reconcile.gap(cluster, Term(6), 70, later) is None
+    assert ended(step(cluster, later, 50.0)) == []
+    assert step(cluster, publish("n0", 1, X), 51.0).answers == ()
+    assert "as 2 agents list them" in step(cluster, events.Submitted(SPEC), 52.0).why

@@ -74,6 +74,11 @@ def tick(turn: Turn) -> None:
     due = [node for node, at in _gone(cluster) if at <= since and node not in kept]
     for node in due:
         _drop(cluster, node)
+    shown = cluster.behind_at.items()
+    for node in [node for node, at in shown if at <= since and node not in cluster.nodes]:
+        # It showed that the journal is behind, and never came.
+        del cluster.behind_at[node]
+        cluster.ahead.pop(node, None)
     if due:
         named = sorted(due, key=natural)
         some = ", ".join(named[:NAMED_MAX]) + (" …" if len(named) > NAMED_MAX else "")
@@ -129,9 +134,12 @@ def _places(job: Job) -> set[NodeId]:
 
 
 def _drop(cluster: Cluster, node: NodeId) -> None:
-    """Out of all books but those of what it obeyed and this journal lacks (`ahead`, `behind_at`),
-    which is true of whoever comes under its name."""
+    """Out of all books. Whoever comes back under its name shows again what it obeyed and this
+    journal lacks: by its newest entry, or by the word of a run whose workers it has."""
     del cluster.nodes[node]
+    cluster.ahead.pop(node, None)
+    cluster.behind_at.pop(node, None)
+    cluster.shown.pop(node, None)
     cluster.given_up.pop(node, None)
     if node in cluster.drained:
         cluster.drained = tuple(other for other in cluster.drained if other != node)
