@@ -228,15 +228,15 @@ class Leaders:
     ) -> Strike:
         """A rank dies, or is to move; where its replacement is in the window, or a little later,
         strike."""
-        leader = self._leader()
         moves = fault.cell.expected is Outcome.MOVED
         pid, point = self._sight.pid_of(fault.rank), None
         if fault.cell.window != RANDOM:
             point = self._points.drop(f"orchestrator-{fault.cell.window}", "pause")
         began = time.monotonic()
         if moves:
-            self._ask_to_move(fault, leader)
+            leader = self._ask_to_move(fault)
         else:
+            leader = self._leader()
             os.kill(pid, signal.SIGKILL)
         if point is not None:
             self._points.claimed(point)
@@ -251,18 +251,28 @@ class Leaders:
         found.takeover_seconds = round(accepted - at, 3)
         return found
 
-    def _ask_to_move(self, fault: Fault, leader: str) -> None:
+    def _ask_to_move(self, fault: Fault) -> str:
+        """Until it is accepted; by whom. Who was struck before may be about to step down."""
         known = self._cluster.client
-        # Only who leads: the other may not be back yet from the strike before.
-        url = known.urls[self._cluster.orchestrators.index(leader)]
-        client = Client(url, known.token, WISH_SECONDS_MAX)
         job = str(self._sight.job_now()["id"])
-        try:
-            client.migrate(job, {"ranks": [fault.rank], "why": WHY})
-        except Transient:
-            # There it stands still over this very request, whose decision is on disk by then.
-            if fault.cell.window != "warm":
-                raise
+        deadline = time.monotonic() + ACCEPTED_SECONDS_MAX
+        while True:
+            self._points.tend()
+            leader = self._leader()
+            url = known.urls[self._cluster.orchestrators.index(leader)]
+            asked_at = time.monotonic()
+            try:
+                asked = {"ranks": [fault.rank], "why": WHY}
+                Client(url, known.token, WISH_SECONDS_MAX).migrate(job, asked)
+            except Transient as error:
+                silent = time.monotonic() - asked_at >= WISH_SECONDS_MAX
+                if silent and fault.cell.window == "warm":
+                    # It stands still over this very request, whose decision is on disk by then.
+                    return leader
+                if time.monotonic() > deadline:
+                    raise Missed(f"nobody accepted the move: {error}") from error
+                continue
+            return leader
 
     def _leader(self) -> str:
         found = ""

@@ -460,10 +460,8 @@ class Cluster:
     """Agents report through a tree: the node where a generation meets speaks for all its ranks."""
     jobs: dict[JobId, Job] = field(default_factory=dict)
     open_jobs: tuple[JobId, ...] = ()
-    past: dict[JobId, Past] = field(default_factory=dict)
-    """Of names whose jobs are forgotten."""
-    past_number: int = 0
-    """The highest generation or incarnation of all names that are forgotten as well."""
+    past: dict[JobId, Past] = field(default_factory=dict)  # Of names whose jobs are forgotten.
+    past_number: int = 0  # The highest generation or incarnation of names that are forgotten, too.
     taints: dict[str, tuple[Taint, ...]] = field(default_factory=dict)
     """By place, the worst first: see `put_taint`. No place has an empty tuple."""
     requests: dict[str, int] = field(default_factory=dict)
