@@ -26,6 +26,9 @@ from bench.arms.arm import ROOT, Processes
 from bench.launch import Launch, marked, python_path
 
 LOOK_SECONDS = 2.0
+PROBES = 8
+"""Of the pace, from one look to the next. On a rented machine it may be twice as slow in the next
+millisecond, and only the mean of hundreds is good to a few percent."""
 BUSY_SHARE_MIN = 0.7
 ALONE_LOOKS_MAX = 600
 """A host's watcher whose run is over, and whom nobody told to end."""
@@ -86,6 +89,10 @@ class Looking:
         self._directory, self._interface = directory, interface
         self._known: list[int] = []
         self._before = quiet.look(())
+        self._paces: list[float] = []
+
+    def probe(self) -> None:
+        self._paces.append(quiet.pace())
 
     def look(self) -> Look:
         others = pace = stolen = None
@@ -95,7 +102,9 @@ class Looking:
             now = quiet.look(self._known)
             stolen = quiet.stolen(self._before, now)
             others = max(0.0, quiet.others(self._before, now) - stolen)
-            pace = quiet.pace() if quiet.busy(self._before, now) >= BUSY_SHARE_MIN else None
+            if self._paces and quiet.busy(self._before, now) >= BUSY_SHARE_MIN:
+                pace = sum(self._paces) / len(self._paces)
+        self._paces.clear()
         self._known = list(marked(self._directory))
         self._before = quiet.look(self._known)
         memory = sum(map(memory_bytes, self._known))
@@ -115,7 +124,12 @@ class NearWatch(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
+        probes = 0
+        while not self._over.wait(LOOK_SECONDS / PROBES):
+            self._looking.probe()
+            probes += 1
+            if probes % PROBES:
+                continue
             look = self._looking.look()
             self.memory_bytes_max = max(self.memory_bytes_max, look.memory_bytes)
             self._looks.append(look)
@@ -246,7 +260,9 @@ if __name__ == "__main__":
     looking = Looking(sys.argv[1], sys.argv[2])
     alone = 0
     while alone < ALONE_LOOKS_MAX:
-        time.sleep(LOOK_SECONDS)
+        for _ in range(PROBES):
+            time.sleep(LOOK_SECONDS / PROBES)
+            looking.probe()
         look = looking.look()
         alone = 0 if look.memory_bytes else alone + 1
         print(json.dumps(asdict(look)), flush=True)
