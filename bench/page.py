@@ -76,7 +76,7 @@ def _table(mine: Sequence[tables.Group]) -> str:
             continue
         if group.outcome:
             notes.append(f"{group.arm}: failed: {group.outcome}")
-        notes += [f"{group.arm}: {note}" for note in group.notes]
+        notes += [f"{group.arm}: {note}" for note in (*group.notes, *group.noise)]
         row = tables.cells(group)
         cells = "".join(f"<td>{_safe(row[name])}</td>" for name, _ in tables.COLUMNS)
         rows.append(f"<tr>{cells}</tr>")
@@ -126,12 +126,13 @@ def bars(mine: Sequence[tables.Group], colours: Mapping[str, str]) -> str:
         assert spread is not None, "filtered above"
         y, colour = 10 + 26 * number, colours[group.arm]
         length = (WIDTH - 290) * spread.middle / most
+        doubt = "" if group.quiet else f" ({tables.UNQUIET})"
         low, high = (200 + (WIDTH - 290) * v / most for v in (spread.low, spread.high))
         shapes += [
             f"<text x='194' y='{y + 13}' text-anchor='end'>{_safe(group.arm)}</text>",
             f"<rect x='200' y='{y}' width='{length:.1f}' height='18' fill='{colour}'/>",
             f"<line x1='{low:.1f}' x2='{high:.1f}' y1='{y + 9}' y2='{y + 9}' stroke='#000'/>",
-            f"<text x='{high + 6:.1f}' y='{y + 13}'>{spread.middle:.2f}</text>",
+            f"<text x='{high + 6:.1f}' y='{y + 13}'>{spread.middle:.2f}{doubt}</text>",
         ]
     return _svg("Time to complete, by the bare engine without faults", height, shapes)
 

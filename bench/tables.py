@@ -103,6 +103,12 @@ class Group:
     refused: str = ""
 
     @property
+    def noise(self) -> tuple[str, ...]:
+        """Why its times may say nothing."""
+        many = self.runs - self.quiet
+        return (f"{many} of {self.runs} runs {UNQUIET}",) if many else ()
+
+    @property
     def pause_text(self) -> str:
         if not self.pauses:
             return "-"
@@ -377,12 +383,7 @@ def terminal(found: Sequence[Group]) -> str:
         lines += ["  ".join(row[name].ljust(width[name]) for name, _ in COLUMNS) for row in rows]
         lines += [f"{g.arm}: not run: {g.refused}" for g in mine if g.refused]
         lines += [f"{g.arm}: failed: {g.outcome}" for g in mine if g.outcome]
-        lines += [f"{g.arm}: {note}" for g in mine for note in g.notes]
-        lines += [
-            f"{g.arm}: {g.runs - g.quiet} of {g.runs} runs {UNQUIET}"
-            for g in mine
-            if g.runs > g.quiet
-        ]
+        lines += [f"{g.arm}: {note}" for g in mine for note in (*g.notes, *g.noise)]
         parts.append("\n".join(line.rstrip() for line in lines))
     return "\n\n".join(parts)
 

@@ -350,6 +350,14 @@ def test_an_arm_has_the_same_colour_in_every_plot():
     assert page.COLOURS[1] not in text
 
 
+def test_a_page_says_which_runs_were_disturbed():
+    noisy = {**a_run("x", 7.0), "others_share": 0.4}
+    text = page.page(a_result((a_run("bare", 10.0), noisy)), "f")
+    assert "x: 1 of 1 runs disturbed" in text
+    assert "0.70 (disturbed)" in text
+    assert "1.00 (" not in text
+
+
 def test_a_page_loads_nothing_and_escapes_what_it_is_told():
     runs = (
         a_run("bare", 10.0),
