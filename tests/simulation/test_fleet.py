@@ -58,18 +58,23 @@ def test_the_same_seed_gives_the_same_month():
     assert first == second
 
 
+def begin(told: fleet.Fleet) -> None:
+    """An hour of it, with all its jobs and before any fault."""
+    told.lead()
+    told.connect(told.machines.values())
+    for spec, _ in told._specs:
+        told._submit(spec)
+    told._fleet = list(told.machines.values())
+    told.run_until(3600.0)
+
+
 def test_machines_that_all_lost_power_get_their_names_back(monkeypatch: pytest.MonkeyPatch):
     """All nodes of some jobs at once: nobody is left to testify, and only their boots can."""
 
     def fares(reboot_seconds: float, leader_dies: bool) -> tuple[set[JobState], int]:
         told = fleet.Fleet(Plan(gpus=1024, days=1.0, mttf_hours=1e6, seed=3))
         monkeypatch.setattr(told, "_repair_seconds", lambda: reboot_seconds)
-        told.lead()
-        told.connect(told.machines.values())
-        for spec, _ in told._specs:
-            told._submit(spec)
-        told._fleet = list(told.machines.values())
-        told.run_until(3600.0)
+        begin(told)
         assert told.leader is not None
         running = [job for job in told.leader.cluster.jobs.values() if job.roster is not None]
         hit = {seat.node for job in running for seat in job.roster.seats}
@@ -105,12 +110,7 @@ def test_a_fleet_that_believes_its_own_ears_is_caught(monkeypatch: pytest.Monkey
 
     def fences(seed: int) -> int:
         told = fleet.Fleet(Plan(gpus=2048, days=0.1, mttf_hours=1e6, seed=seed))
-        told.lead()
-        told.connect(told.machines.values())
-        for spec, _ in told._specs:
-            told._submit(spec)
-        told._fleet = list(told.machines.values())
-        told.run_until(3600.0)
+        begin(told)
         told._deafen(64, vouched=False)
         told.run_until(7200.0)
         assert told.leader is not None

@@ -26,6 +26,7 @@ from keepstep.chaos.fleet_setting import (
     Kind,
     Plan,
 )
+from keepstep.chaos.fleet_tree import AGAIN_SECONDS
 from keepstep.chaos.fleet_world import World
 from keepstep.chaos.simulated_checks import Violation
 from keepstep.errors import Deposed
@@ -207,7 +208,7 @@ class Faults(World):
         def back() -> None:
             if machine.linked and self.leader is not None:
                 # Its old stream looks open until its silence is noticed.
-                self.later(2.0, back)
+                self.later(AGAIN_SECONDS, back)
                 return
             machine.up, machine.linked = True, False
             machine.boot += 1
@@ -244,7 +245,7 @@ class Faults(World):
         if machine.linked or not machine.up or machine.cut or machine.deaf:
             return
         if self.leader is None or self.journal.away or self.leader.stopped:
-            self.later(2.0, lambda: self.come_again(machine))
+            self.later(AGAIN_SECONDS, lambda: self.come_again(machine))
         else:
             self.connect([machine])
 
