@@ -21,6 +21,7 @@ from keepstep.orchestrator.journal import (
     check_chain,
     json_lines,
     verify,
+    write_snapshot,
 )
 from keepstep.orchestrator.journal_postgres import PostgresJournal
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
@@ -30,6 +31,7 @@ Open = Callable[[], Journal]
 """Opens the same journal again, as another process would."""
 
 A, B = JobId("a"), JobId("b")
+SECONDS_MAX = 20.0
 
 
 def text(plain: object) -> str:
@@ -137,7 +139,7 @@ def test_an_older_term_is_deposed_and_writes_nothing(reopen: Open):
     with pytest.raises(Deposed, match="term 2 leads"):
         old.append(before.term, before.head, [entry("late", A)])
     with pytest.raises(Deposed):
-        old.snapshot(before.term, before.head, text({}), 0)
+        write_snapshot(old, before, text({}), 0)
     assert reopen().load().entries == ()
 
 
@@ -186,12 +188,40 @@ def test_a_restart_reads_the_snapshot_and_only_what_came_after(reopen: Open):
     journal = reopen()
     now = journal.begin_term()
     now = journal.append(now.term, now.head, [entry("one"), entry("two", A)])
-    now = journal.snapshot(now.term, now.head, text({"count": 2}), now.seq)
+    now = write_snapshot(journal, now, text({"count": 2}), now.seq)
     now = journal.append(now.term, now.head, [entry("three", A)])
     loaded = reopen().load()
     assert (loaded.snapshot, loaded.at_seq) == ({"count": 2}, 2)
     assert [plain["why"] for plain in loaded.entries] == ["three"]
     verify(journal)
+
+
+def test_a_text_that_was_brought_is_not_believed_before_the_chain_vouches_for_it(reopen: Open):
+    journal = reopen()
+    now = journal.begin_term()
+    now = write_snapshot(journal, now, text({"count": 0}), 0)
+    now = journal.append(now.term, now.head, [entry("one"), entry("two")])
+    brought = journal.bring(now.term, text({"count": 2}), now.seq).result(SECONDS_MAX)
+    now = journal.append(now.term, now.head, [entry("three", A)])
+    loaded = reopen().load()
+    assert (loaded.snapshot, len(loaded.entries)) == ({"count": 0}, 3)
+    now = journal.vouch(now.term, now.head, brought)
+    now = journal.append(now.term, now.head, [entry("four")])
+    loaded = reopen().load()
+    assert (loaded.snapshot, loaded.at_seq) == ({"count": 2}, 2)
+    assert [plain["why"] for plain in loaded.entries] == ["three", "four"]
+    verify(journal)
+
+
+def test_who_was_deposed_vouches_for_nothing_that_it_brought(reopen: Open):
+    old, new = reopen(), reopen()
+    before = old.begin_term()
+    brought = old.bring(before.term, text({"count": 0}), 0).result(SECONDS_MAX)
+    now = write_snapshot(new, new.begin_term(), text({"count": 1}), 0)
+    with pytest.raises(Deposed, match="term 2 leads"):
+        old.vouch(before.term, before.head, brought)
+    assert reopen().load().snapshot == {"count": 1}
+    assert verify(new) == {CLUSTER: now.head}
 
 
 def test_a_long_chain_is_exported_whole(reopen: Open):
@@ -219,10 +249,10 @@ def test_an_append_of_nothing_changes_nothing_and_is_refused_to_a_deposed_writer
 def test_only_the_newest_snapshots_and_the_first_are_kept(durable: Store):
     journal = durable()
     now = journal.begin_term()
-    now = journal.snapshot(now.term, now.head, text({"count": 0}), 0)
+    now = write_snapshot(journal, now, text({"count": 0}), 0)
     for count in range(1, 5):
         now = journal.append(now.term, now.head, [entry(str(count), A)])
-        now = journal.snapshot(now.term, now.head, text({"count": count}), now.seq)
+        now = write_snapshot(journal, now, text({"count": count}), now.seq)
     for seq, left in ((4, 3), (3, 0)):
         durable.tamper(f"UPDATE snapshots SET body = 'null' WHERE seq = {seq}")
         loaded = durable().load()
@@ -237,7 +267,7 @@ def test_a_file_and_a_database_make_the_same_chains(tmp_path: Path, postgres: Po
     for journal in (SqliteJournal(tmp_path / "journal.db"), PostgresJournal(postgres.database())):
         now = journal.begin_term()
         now = journal.append(now.term, now.head, [entry("one", A), entry("two")])
-        now = journal.snapshot(now.term, now.head, text({"ö": [1.5, None, "\0"]}), now.seq)
+        now = write_snapshot(journal, now, text({"ö": [1.5, None, "\0"]}), now.seq)
         now = journal.append(now.term, now.head, [entry("three", B, A), entry("four", A)])
         lines = [line for chain in (CLUSTER, A, B) for line in json_lines(journal.export(chain))]
         stood.append((now.seq, now.head, now.jobs, lines, journal.load()))
@@ -273,7 +303,7 @@ def test_a_changed_snapshot_is_not_used(durable: Store):
     journal = durable()
     now = journal.begin_term()
     now = journal.append(now.term, now.head, [entry("one")])
-    journal.snapshot(now.term, now.head, text({"count": 1}), now.seq)
+    write_snapshot(journal, now, text({"count": 1}), now.seq)
     durable.tamper("UPDATE snapshots SET body = '{\"count\":9}'")
     loaded = journal.load()
     assert loaded.snapshot is None

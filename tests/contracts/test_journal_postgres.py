@@ -34,7 +34,7 @@ from keepstep.orchestrator import (
 )
 from keepstep.orchestrator.__main__ import EXIT_USAGE, main
 from keepstep.orchestrator.cut_off import cut_off_late
-from keepstep.orchestrator.journal import Entry, Standing, grow, verify
+from keepstep.orchestrator.journal import Entry, Standing, grow, verify, write_snapshot
 from keepstep.orchestrator.journal_postgres import PostgresJournal
 from keepstep.orchestrator.journals import open_journal, refuse_password
 from keepstep.orchestrator.run import Orchestrator
@@ -77,6 +77,23 @@ class Place:
         for journal in self._journals:
             journal.close()
         self.threads.shutdown()
+
+
+class Stuck:
+    """Texts of snapshots that come are stuck in the database, and nothing else is."""
+
+    WAITERS = "SELECT pid FROM pg_locks WHERE NOT granted"
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._holder = psycopg.connect(place.url)
+        self._holder.execute("LOCK TABLE keepstep.snapshots IN SHARE MODE")
+
+    def somebody_waits(self) -> bool:
+        return self._place.look(self.WAITERS) is not None
+
+    def let_go(self) -> None:
+        self._holder.close()
 
 
 class Leading:
@@ -152,7 +169,7 @@ def test_a_stopped_writers_lease_ends_another_takes_over_and_the_first_is_refuse
         with pytest.raises(Deposed, match="term 1 is over: term 2 leads now, of two"):
             stopped.append(before.term, before.head, late)
     with pytest.raises(Deposed):
-        stopped.snapshot(before.term, before.head, "{}", 1)
+        write_snapshot(stopped, before, "{}", 1)
     other.append(now.term, now.head, [entry("two")])
     assert [plain["why"] for plain in other.load().entries] == ["one", "two"]
     stopped.close()
@@ -171,24 +188,72 @@ def test_a_lease_that_ended_and_that_nobody_took_still_serves(place: Place):
     assert journal.append(now.term, now.head, [entry("one")]).seq == 1
 
 
-def test_a_large_snapshot_is_given_the_time_to_be_sent(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-):
-    leader, other = place.journal(lease_seconds=2.0), place.journal("two")
-    standing = leader.begin_term()
-    seen: list[float] = []
-    real = journal_postgres.grow_by_snapshot
+def test_a_text_on_its_way_holds_up_no_write(place: Place):
+    journal, other = place.journal(lease_seconds=2.0), place.journal("two")
+    now = journal.begin_term()
+    stuck = Stuck(place)
+    bringing = journal.bring(now.term, '{"count":0}', 0)
+    until(stuck.somebody_waits, "the text to be stuck")
+    for n in range(3):
+        now = journal.append(now.term, now.head, [entry(str(n))])
+    assert not bringing.done()
+    assert 0.5 < other.look().lease_seconds_left <= 2.0, "the lease is what it always is"
+    stuck.let_go()
+    now = journal.vouch(now.term, now.head, bringing.result(SECONDS_MAX))
+    assert (journal.load().snapshot, len(journal.load().entries)) == ({"count": 0}, 3)
+    verify(journal)
 
-    def on_its_way(*given: Any) -> Any:
-        seen.append(other.look().lease_seconds_left)
-        return real(*given)
 
-    monkeypatch.setattr(journal_postgres, "grow_by_snapshot", on_its_way)
-    for size, most in ((1, 2.0), (10**6, 12.0)):
-        monkeypatch.setattr(journal_postgres, "SNAPSHOT_BYTES_PER_SECOND", 1e5)
-        standing = leader.snapshot(standing.term, standing.head, f'"{size * "y"}"', 0)
-        assert most - 1.5 < seen.pop() <= most + 0.1
-        assert 0.5 < other.look().lease_seconds_left <= 2.0, "back to what it was"
+def test_a_late_text_replaces_neither_a_later_terms_nor_one_that_is_vouched_for(place: Place):
+    old, new = place.journal("one", 0.001), place.journal("two")
+    before = old.begin_term()
+    before = old.append(before.term, before.head, [entry("one")])
+    now = again(new.begin_term)
+    brought = new.bring(now.term, '{"by":"two"}', 1).result(SECONDS_MAX)
+    old.bring(before.term, '{"by":"one"}', 1).result(SECONDS_MAX)
+    now = new.vouch(now.term, now.head, brought)
+    assert new.load().snapshot == {"by": "two"}
+    old.bring(before.term, '{"by":"one"}', 1).result(SECONDS_MAX)
+    assert new.load().snapshot == {"by": "two"}
+    # One of an earlier term, which nobody will vouch for any more, makes room, at its own seq too.
+    old.bring(before.term, '{"by":"one"}', 7).result(SECONDS_MAX)
+    now = new.append(now.term, now.head, [entry(str(n)) for n in range(6)])
+    now = write_snapshot(new, now, '{"by":"two again"}', 7)
+    old.bring(before.term, '{"by":"one"}', 5).result(SECONDS_MAX)
+    now = new.append(now.term, now.head, [entry("eight")])
+    write_snapshot(new, now, "{}", 8)
+    left = "SELECT string_agg(seq::text, ' ' ORDER BY seq) FROM keepstep.snapshots"
+    assert place.look(left) == "7 8"
+    place.look("UPDATE keepstep.snapshots SET body = 'null' WHERE seq = 8")
+    assert new.load().snapshot == {"by": "two again"}
+    verify(new)
+
+
+def test_a_text_whose_connection_breaks_is_transient_trouble(place: Place):
+    journal = place.journal()
+    now = journal.begin_term()
+    stuck = Stuck(place)
+    bringing = journal.bring(now.term, "{}", 0)
+    until(stuck.somebody_waits, "the text to be stuck")
+    place.look(f"SELECT pg_terminate_backend(pid) FROM ({Stuck.WAITERS}) waiters")
+    with pytest.raises(Transient, match="the journal's database"):
+        bringing.result(SECONDS_MAX)
+    stuck.let_go()
+    assert write_snapshot(journal, now, "{}", 0).seq == 0
+
+
+def test_who_leaves_does_not_wait_for_a_text_on_its_way(place: Place):
+    journal = place.journal()
+    now = journal.begin_term()
+    stuck = Stuck(place)
+    bringing = journal.bring(now.term, "{}", 0)
+    until(stuck.somebody_waits, "the text to be stuck")
+    journal.close()
+    with pytest.raises(Transient):
+        bringing.result(SECONDS_MAX)
+    with pytest.raises(Transient, match="nobody brings the snapshot"):
+        journal.bring(now.term, "{}", 0)
+    stuck.let_go()
 
 
 def test_every_write_makes_the_lease_longer_and_an_empty_one_does_only_that(place: Place):
@@ -198,7 +263,7 @@ def test_every_write_makes_the_lease_longer_and_an_empty_one_does_only_that(plac
     for entries in ([entry("one")], []):
         now = journal.append(now.term, now.head, entries)
         ends.append(place.look("SELECT expires_at FROM keepstep.standing"))
-    journal.snapshot(now.term, now.head, "{}", 1)
+    write_snapshot(journal, now, "{}", 1)
     ends.append(place.look("SELECT expires_at FROM keepstep.standing"))
     assert ends == sorted(set(ends))
     assert place.entries() == 1
@@ -502,7 +567,10 @@ def test_an_append_is_one_statement(place: Place, monkeypatch: pytest.MonkeyPatc
     for n in range(3):
         now = journal.append(now.term, now.head, [entry(str(n)), Entry((), {"n": n})])
         assert len(sent) == n + 1
-    journal.snapshot(now.term, now.head, "{}", now.seq)
+    monkeypatch.undo()
+    brought = journal.bring(now.term, "{}", now.seq).result(SECONDS_MAX)
+    monkeypatch.setattr(psycopg.Connection, "execute", counted)
+    journal.vouch(now.term, now.head, brought)
     assert len(sent) == 4
 
 
@@ -601,9 +669,11 @@ def test_a_snapshot_that_landed_without_an_answer_does_not_depose_its_own_writer
     journal = place.journal()
     now = journal.begin_term()
     now = journal.append(now.term, now.head, [entry("one")])
-    waiting = Waiting(place, lambda: journal.snapshot(now.term, now.head, '{"count":1}', 1))
+    brought = journal.bring(now.term, '{"count":1}', 1).result(SECONDS_MAX)
+    waiting = Waiting(place, lambda: journal.vouch(now.term, now.head, brought))
     cut(journal, waiting)
-    until(lambda: place.look("SELECT count(*) FROM keepstep.snapshots") == 1, "the snapshot")
+    there = "SELECT count(*) FROM keepstep.snapshots WHERE link > 0"
+    until(lambda: place.look(there) == 1, "the snapshot")
     # The next call breaks too, after it has learned of the snapshot; the one after it succeeds.
     waiting = Waiting(place, lambda: journal.append(now.term, now.head, [entry("two")]))
     place.look(f"SELECT pg_terminate_backend({waiting.backend()})")

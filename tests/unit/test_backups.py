@@ -12,7 +12,7 @@ from keepstep.cli import main
 from keepstep.errors import ConfigError, Permanent
 from keepstep.model import JobId
 from keepstep.orchestrator import backups, events, state
-from keepstep.orchestrator.journal import Entry, verify
+from keepstep.orchestrator.journal import Entry, verify, write_snapshot
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.snapshots import body_of
 
@@ -27,7 +27,7 @@ def live(tmp_path: Path) -> Iterator[SqliteJournal]:
     journal = SqliteJournal(tmp_path / "journal.db")
     standing = journal.begin_term()
     body = body_of(state.new_cluster("secret"), 0.0)
-    standing = journal.snapshot(standing.term, standing.head, body, 0)
+    standing = write_snapshot(journal, standing, body, 0)
     journal.append(standing.term, standing.head, [tick(1.0), tick(2.0)])
     yield journal
     journal.close()

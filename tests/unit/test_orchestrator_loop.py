@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from keepstep.model import (
     Sign,
 )
 from keepstep.orchestrator import brain, events, outages, run, snapshots, state
-from keepstep.orchestrator.journal import Standing, verify
+from keepstep.orchestrator.journal import Brought, Standing, verify
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.run import Orchestrator
 from keepstep.orchestrator.stepped import Waiting, next_of, with_its_age
@@ -49,12 +50,18 @@ class WatchedJournal(SqliteJournal):
         self.written: tuple[Any, ...] | None = None
         self.full = False
         """No room for a snapshot."""
+        self.slow = False
+        """Texts are brought when the test says so."""
 
-    def snapshot(self, *arguments: Any) -> Standing:
+    def bring(self, *arguments: Any) -> Future[Brought]:
         if self.full:
             self.happened.append("no room")
             raise Transient("no space left on device", 0.0)
-        return super().snapshot(*arguments)
+        if not self.slow:
+            return super().bring(*arguments)
+        self.on_its_way = Future()
+        self.brought = super().bring(*arguments).result()
+        return self.on_its_way
 
     def append(self, *arguments: Any) -> Standing:
         if self.away:
@@ -260,11 +267,11 @@ def test_a_strangers_report_next_to_others_is_not_kept_with_them(scene: Scene):
 def test_a_snapshot_is_due_by_what_a_replay_has_to_step_through(tmp_path: Path):
     scene = Scene(tmp_path, OrchestratorConfig(snapshot_entries=10))
     scene.feed(*reports_of_a_start(scene, *(f"n{i}" for i in range(1, 12))))
-    assert scene.loop._snapshots.grown > scene.loop._standing.seq
+    assert scene.loop._snapshots.due.grown > scene.loop._standing.seq
     replayed, _ = scene.loop._restore(), scene.loop._snapshot_if_due()
     assert state.fingerprint(replayed[0]) == scene.print()
-    assert scene.loop._snapshots.seq == scene.loop._standing.seq
-    assert scene.loop._snapshots.grown == 0
+    assert scene.loop._snapshots.due.seq == scene.loop._standing.seq
+    assert scene.loop._snapshots.due.grown == 0
     scene.journal.close()
 
 
@@ -338,7 +345,8 @@ def test_replaying_the_journal_gives_the_live_state(scene: Scene, tmp_path: Path
 
 def test_replaying_from_a_snapshot_gives_the_live_state_too(scene: Scene):
     scene.feed(HELLO, SUBMITTED)
-    scene.loop._write_snapshot(scene.loop.cluster, scene.loop._standing.seq, scene.loop.now())
+    loop = scene.loop
+    loop._wrote(loop._snapshots.write(loop.cluster, loop._standing, loop.now()))
     scene.feed(publish(scene, 1))
     replayed, _ = scene.loop._restore()
     assert state.fingerprint(replayed) == scene.print()
@@ -495,6 +503,30 @@ def test_a_bug_while_the_journal_is_away_still_leaves_the_state_as_the_journal_h
     monkeypatch.undo()
     replayed, _ = scene.loop._restore()
     assert state.fingerprint(replayed) == scene.print()
+
+
+def test_events_are_decided_while_a_snapshot_is_on_its_way(tmp_path: Path):
+    scene = Scene(tmp_path, OrchestratorConfig(snapshot_entries=2))
+    scene.journal.slow = True
+    until_written(scene, HELLO)
+    begun_at, on_its_way = scene.loop._standing.seq, scene.journal.on_its_way
+    for n in range(1, 4):
+        until_written(scene, replace(HELLO, node=NodeId(f"n{n}")))
+    assert scene.loop._standing.seq == begun_at + 3
+    assert scene.journal.on_its_way is on_its_way, "one at a time"
+    assert scene.journal.load().at_seq == 0
+    on_its_way.set_result(scene.journal.brought)
+    until_written(scene, events.Tick())
+    assert scene.journal.load().at_seq == scene.loop.keeping()["snapshot_seq"] == begun_at
+    until_written(scene, events.Tick())
+    assert scene.journal.on_its_way is not on_its_way, "what came meanwhile counts for the next"
+    replayed, _ = scene.loop._restore()
+    assert state.fingerprint(replayed) == scene.print()
+    scene.journal.on_its_way.set_exception(Transient("the way is cut", 0.0))
+    until_written(scene, replace(HELLO, node=NodeId("n4")))
+    assert scene.logged[-1] == "journal.snapshot_failed"
+    verify(scene.journal)
+    scene.journal.close()
 
 
 def test_a_snapshot_that_cannot_be_written_stops_no_decision(tmp_path: Path):

@@ -38,7 +38,7 @@ from keepstep.model import (
     Term,
 )
 from keepstep.orchestrator import events, replica, state
-from keepstep.orchestrator.journal import CLUSTER, Loaded, verify
+from keepstep.orchestrator.journal import CLUSTER, Loaded, verify, write_snapshot
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.snapshots import body_of
 
@@ -362,7 +362,7 @@ def test_it_goes_on_in_this_version_and_is_read_again(journal: SqliteJournal):
     found = replica.of(journal.load())
     standing = journal.begin_term()
     body = body_of(found.cluster, found.moment)
-    journal.snapshot(standing.term, standing.head, body, standing.seq)
+    write_snapshot(journal, standing, body, standing.seq)
     again = replica.of(journal.load())
     assert state.fingerprint(again.cluster) == state.fingerprint(found.cluster)
 
@@ -383,7 +383,7 @@ def test_a_simulated_leader_writes_its_version_and_refuses_a_later_one():
     assert snapshot["v"] == events.VERSION
     standing = journal.begin_term()
     later = codec.dumps({**snapshot, "v": events.VERSION + 1}).decode()
-    journal.snapshot(standing.term, standing.head, later, standing.seq)
+    write_snapshot(journal, standing, later, standing.seq)
     with pytest.raises(ConfigError, match="newer Keepstep"):
         Leader(journal, 0.0, 0.0, lambda _: None)
 

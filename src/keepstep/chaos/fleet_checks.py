@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from keepstep.chaos.fleet_jobs import Trainee
 from keepstep.chaos.fleet_setting import MIGRATIONS_MAX
 from keepstep.chaos.simulated_checks import Violation
-from keepstep.model import Generation, IncidentId, JobId, JobState, NodeId, Phase
+from keepstep.model import Generation, JobId, JobState, NodeId, Phase
 from keepstep.orchestrator import seating
 from keepstep.orchestrator.state import Cluster, Incident, Job, Occupant, slot_key
 
@@ -45,11 +45,11 @@ class Referee:
     outcomes: Counter[str] = field(default_factory=Counter)
     pauses: list[float] = field(default_factory=list)
     """Seconds, of incidents that ended live."""
-    closed: IncidentId = IncidentId("")
     fell_back: set[JobId] = field(default_factory=set)
     waited: int = 0
     """Times that a job had to wait for its turn."""
     doubts: int = 0
+    _closed: tuple[Incident, ...] = ()
     _in_line: set[JobId] = field(default_factory=set)
     _doubt: bool = False
     _looked: int = 0
@@ -107,9 +107,13 @@ class Referee:
                 raise Violation(f"{job.spec.job} goes before {first[0]}, which came first")
 
     def _count_closed(self, cluster: Cluster) -> None:
-        for incident in reversed(cluster.closed):
-            if incident.incident == self.closed:
-                break
+        if cluster.closed is self._closed:
+            return
+        # All that were known, and not the newest alone: it may be gone with its job's name.
+        before, self._closed = {one.incident for one in self._closed}, cluster.closed
+        for incident in cluster.closed:
+            if incident.incident in before:
+                continue
             if incident.outcome not in OUTCOMES:
                 raise Violation(f"{incident.incident} ended as {incident.outcome!r}")
             self.outcomes[incident.outcome] += 1
@@ -117,8 +121,6 @@ class Referee:
                 self.fell_back.add(incident.job)
             if incident.outcome == "resumed":
                 self.pauses.append(_pause(incident))
-        if cluster.closed:
-            self.closed = cluster.closed[-1].incident
 
     # ------------------------------------------------------------ time
 

@@ -7,6 +7,7 @@ restart can ask for any more; heads, numbers and hashes are those of the whole c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from keepstep import codec
@@ -17,6 +18,7 @@ from keepstep.orchestrator.journal import (
     ROOT,
     SNAPSHOTS_KEPT,
     START,
+    Brought,
     Entry,
     Growth,
     Link,
@@ -62,12 +64,16 @@ class MemoryJournal:
         self.appended += len(entries)
         return Standing(term, growth.seq, self._heads.get(CLUSTER, START)[1], growth.jobs)
 
-    def snapshot(self, term: Term, expected_head: str, body: str, at_seq: int) -> Standing:
+    def bring(self, term: Term, body: str, at_seq: int) -> Future[Brought]:
+        del term  # In memory: the text is there with its link.
+        return Brought.at_once(body, at_seq)
+
+    def vouch(self, term: Term, expected_head: str, brought: Brought) -> Standing:
         self._check(term, expected_head)
-        assert at_seq <= self._seq, "a snapshot of entries that are not there yet"
-        growth = grow_by_snapshot(at_seq, body, self._seq, self._heads.get(CLUSTER, START))
+        growth = grow_by_snapshot(brought, self._seq, self._heads.get(CLUSTER, START))
         self._keep(growth)
         number, head = growth.heads[CLUSTER]
+        at_seq, body = brought.at_seq, brought.body
         self._snapshots[at_seq] = (number, body)
         for old in sorted(filter(None, self._snapshots))[:-SNAPSHOTS_KEPT]:
             del self._snapshots[old]

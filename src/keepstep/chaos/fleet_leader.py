@@ -16,6 +16,7 @@ from keepstep.chaos.fleet_setting import MIGRATIONS_MAX
 from keepstep.chaos.simulated_checks import Violation
 from keepstep.model import NodeId, Term
 from keepstep.orchestrator import brain, events, replica, state
+from keepstep.orchestrator.journal import write_snapshot
 from keepstep.orchestrator.snapshots import Texts
 from keepstep.orchestrator.stepped import (
     Stepped,
@@ -114,7 +115,7 @@ class Leader:
 
     def _snapshot(self, now: float) -> None:
         body, seq = self.texts.body(self.cluster, now), self._standing.seq
-        self._standing = self._journal.snapshot(self.term, self._standing.head, body, seq)
+        self._standing = write_snapshot(self._journal, self._standing, body, seq)
         self._snapshot_seq = seq
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,6 +95,26 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Brought:
+    """A snapshot's text that is in the store, or can be written along with its link."""
+
+    at_seq: int
+    body: str
+    digest: str
+
+    @staticmethod
+    def of(body: str, at_seq: int) -> Brought:
+        return Brought(at_seq, body, _digest(body))
+
+    @staticmethod
+    def at_once(body: str, at_seq: int) -> Future[Brought]:
+        """Of a store that is so near that nobody brings anything."""
+        done: Future[Brought] = Future()
+        done.set_result(Brought.of(body, at_seq))
+        return done
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """One link of a chain, as it is exported."""
 
@@ -115,9 +136,12 @@ class Journal(Protocol):
         """All the entries or none, on disk when this returns. Of none, it is the proof that this
         term still leads, and makes its lease longer."""
 
-    def snapshot(self, term: Term, expected_head: str, body: str, at_seq: int) -> Standing:
-        """Keep the state as it was after the entry `at_seq`, as canonical JSON; its digest joins
-        the cluster chain."""
+    def bring(self, term: Term, body: str, at_seq: int) -> Future[Brought]:
+        """The state as it was after the entry `at_seq`, as canonical JSON, to the store. Others may
+        write meanwhile, and nobody believes it before its digest is in the cluster chain."""
+
+    def vouch(self, term: Term, expected_head: str, brought: Brought) -> Standing:
+        """Keep a snapshot that this term has brought: its digest joins the cluster chain."""
 
     def load(self) -> Loaded:
         """What a restart needs, and no more."""
@@ -211,17 +235,31 @@ def grow(term: Term, seq: int, heads: Mapping[str, Place], entries: Sequence[Ent
     return Growth(seq, tuple(bodies), tuple(links), grown)
 
 
-def grow_by_snapshot(at_seq: int, body: str, seq: int, head: Place) -> Growth:
+def write_snapshot(journal: Journal, standing: Standing, body: str, at_seq: int) -> Standing:
+    """Bring it and vouch for it, where nobody has to be led meanwhile."""
+    brought = journal.bring(standing.term, body, at_seq).result()
+    return journal.vouch(standing.term, standing.head, brought)
+
+
+def grow_by_snapshot(brought: Brought, seq: int, head: Place) -> Growth:
     """The link that vouches for a snapshot, on the cluster chain that stands at `head`."""
-    said = snapshot_link(at_seq, body)
+    assert brought.at_seq <= seq, "a snapshot of entries that are not there yet"
+    said = _vouching(brought.at_seq, brought.digest)
     number, hash_ = head[0] + 1, link_hash(head[1], said)
     return Growth(seq, (), ((CLUSTER, number, hash_, None, said),), {CLUSTER: (number, hash_)})
 
 
 def snapshot_link(at_seq: int, body: str) -> str:
     """What the cluster chain says of a snapshot."""
-    digest = hashlib.sha256(body.encode()).hexdigest()
+    return _vouching(at_seq, _digest(body))
+
+
+def _vouching(at_seq: int, digest: str) -> str:
     return codec.dumps({"seq": at_seq, "snapshot": digest}).decode()
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
 
 
 def keeping(standing: Standing, silent_seconds: float, snapshot_seq: int) -> dict[str, Any]:

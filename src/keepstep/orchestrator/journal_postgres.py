@@ -21,7 +21,7 @@ import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ from keepstep.orchestrator.journal import (
     SNAPSHOTS_KEPT,
     START,
     TAIL_ENTRIES_MAX,
+    Brought,
     Entry,
     Growth,
     Link,
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
 
     Connection = psycopg.Connection[tuple[Any, ...]]
 
-SNAPSHOT_BYTES_PER_SECOND = 5e6
-"""What a slow way to the database takes."""
 RETRY_SECONDS = 0.5
 """A restarted server needs about this long."""
 LOOK_SECONDS_MAX = 1.0
@@ -66,8 +65,10 @@ say no: the attempt goes on in a thread, and the caller's loop can hear others m
 CALL_SECONDS_MAX = 15.0
 """A call that has no answer by then is cut off. The server's own limits, below, end it earlier
 unless the server is frozen or the network swallows everything."""
+BRING_SECONDS_MAX = 60.0
+"""The same for the text of a snapshot, for which nobody waits."""
 BRIEF_SECONDS_MAX = 2.0
-"""The same for an append and for a page of an export. The caller's loop hears nobody meanwhile, and
+"""The same for a write and for a page of an export. The caller's loop hears nobody meanwhile, and
 agents leave that have no pulse for 4 s. An append that was merely slow is found to have landed."""
 LOCK_SECONDS_MAX = 1.0
 """How long a write waits for the row. Nobody has it for longer but a write that is stuck itself."""
@@ -106,8 +107,8 @@ class PostgresJournal:
     """A journal in a database that others may try to write too.
 
     An append of one entry of 1 kB took 0.8 ms at the median and 1.1 ms at p95, one of 256 entries
-    27 ms, a snapshot of 20 MB 0.4 s (500 appends, PostgreSQL 15 with fsync on the same machine, by
-    a Unix socket). Across a network add one round trip each.
+    27 ms (500 appends, PostgreSQL 15 with fsync on the same machine, by a Unix socket). Across a
+    network add one round trip each.
     """
 
     def __init__(self, url: str, *, holder: str = "", lease_seconds: float = 10.0) -> None:
@@ -118,6 +119,9 @@ class PostgresJournal:
         self._connection: Connection | None = None
         self._threads = ThreadPoolExecutor(1, "keepstep-journal")
         self._connecting: Future[Connection] | None = None
+        self._carriers = ThreadPoolExecutor(1, "keepstep-snapshot")
+        self._stop_carrying: Callable[[], None] = _nothing
+        self._closed = False
         self._was_connected = self._offers = False
         self._chains: _Chains | None = None
         self._led: Term | None = None
@@ -187,6 +191,9 @@ class PostgresJournal:
     def close(self) -> None:
         self.let_go()
         self._drop()
+        self._closed = True
+        self._stop_carrying()
+        self._carriers.shutdown(wait=False, cancel_futures=True)
         if self._connecting is not None:
             self._connecting.add_done_callback(_close_unused)
         self._threads.shutdown(wait=False)
@@ -194,39 +201,46 @@ class PostgresJournal:
     # ---------------------------------------------------------------- writing
 
     def append(self, term: Term, expected_head: str, entries: Sequence[Entry]) -> Standing:
-        return self._append(term, expected_head, entries, self._lease)
-
-    def _append(
-        self, term: Term, expected_head: str, entries: Sequence[Entry], lease: float
-    ) -> Standing:
         def growth_on(chains: _Chains) -> Growth:
             return grow(term, chains.seq, chains.places, entries)
 
         def send(connection: Connection, rows: dict[str, Any], growth: Growth) -> bool:
             rows["entries"] = _document(("seq", "body"), growth.entries)
-            rows["lease"] = lease
             return connection.execute(sql.APPEND, rows).fetchone() is not None
 
-        return self._write(term, expected_head, growth_on, send, BRIEF_SECONDS_MAX)
+        return self._write(term, expected_head, growth_on, send)
 
-    def snapshot(self, term: Term, expected_head: str, body: str, at_seq: int) -> Standing:
-        seconds = min(len(body) / SNAPSHOT_BYTES_PER_SECOND, CALL_SECONDS_MAX)
-        if seconds > self._lease / 4:
-            # On its way for longer than a lease, it would depose its own writer, and then the next
-            # one, for whom it is due as well. A takeover waits instead, if this one dies now.
-            self._append(term, expected_head, (), self._lease + seconds)
+    def bring(self, term: Term, body: str, at_seq: int) -> Future[Brought]:
+        try:
+            return self._carriers.submit(self._carry, term, body, at_seq)
+        except RuntimeError as error:
+            raise Transient(f"nobody brings the snapshot: {error}", RETRY_SECONDS) from error
 
+    def _carry(self, term: Term, body: str, at_seq: int) -> Brought:
+        """In a thread, on a connection of its own: the writer's is not held up."""
+        brought = Brought.of(body, at_seq)
+        with self._in_our_words(_nothing), ExitStack() as bound:
+
+            def connect() -> Connection:
+                return bound.enter_context(closing(self._connect(migrate=False)))
+
+            connection, self._stop_carrying = self._bounded(bound, connect, BRING_SECONDS_MAX)
+            if self._closed:
+                raise Transient("the journal is closed", RETRY_SECONDS)
+            connection.execute(sql.BRING, {"at_seq": at_seq, "brought": -term, "body": body})
+        return brought
+
+    def vouch(self, term: Term, expected_head: str, brought: Brought) -> Standing:
         def growth_on(chains: _Chains) -> Growth:
-            assert at_seq <= chains.seq, "a snapshot of entries that are not there yet"
-            head = chains.places.get(CLUSTER, START)
-            return grow_by_snapshot(at_seq, body, chains.seq, head)
+            return grow_by_snapshot(brought, chains.seq, chains.places.get(CLUSTER, START))
 
         def send(connection: Connection, rows: dict[str, Any], growth: Growth) -> bool:
             link, _ = growth.heads[CLUSTER]
-            rows |= {"at_seq": at_seq, "link": link, "state": body, "others": SNAPSHOTS_KEPT - 1}
-            return connection.execute(sql.SNAPSHOT, rows).fetchone() is not None
+            rows |= {"at_seq": brought.at_seq, "brought": -term, "link": link}
+            rows["others"] = SNAPSHOTS_KEPT - 1
+            return connection.execute(sql.VOUCH, rows).fetchone() is not None
 
-        return self._write(term, expected_head, growth_on, send, CALL_SECONDS_MAX)
+        return self._write(term, expected_head, growth_on, send)
 
     def _write(
         self,
@@ -234,10 +248,9 @@ class PostgresJournal:
         expected_head: str,
         growth_on: Callable[[_Chains], Growth],
         send: Callable[[Connection, dict[str, Any], Growth], bool],
-        seconds_max: float,
     ) -> Standing:
         expected_head = self._moved.get(expected_head, expected_head)
-        with self._session(seconds_max) as connection:
+        with self._session(BRIEF_SECONDS_MAX) as connection:
             chains = self._chains
             if chains is None or (chains.term, chains.head) != (term, expected_head):
                 chains = _read_chains(connection)
@@ -308,13 +321,13 @@ class PostgresJournal:
 
     def load(self) -> Loaded:
         with self._session(CALL_SECONDS_MAX) as connection:
-            for at_seq, link, body, said in connection.execute(
-                "SELECT s.seq, s.link, s.body, l.body FROM keepstep.snapshots s "
+            for at_seq, body, said in connection.execute(
+                "SELECT s.seq, s.body, l.body FROM keepstep.snapshots s "
                 "LEFT JOIN keepstep.links l ON l.chain = '' AND l.number = s.link "
-                "ORDER BY s.seq DESC"
+                "WHERE s.link > 0 ORDER BY s.seq DESC"
             ).fetchall():
                 # A snapshot that the chain does not vouch for was changed: replay more instead.
-                if link and said == snapshot_link(at_seq, body):
+                if said == snapshot_link(at_seq, body):
                     return Loaded(codec.loads(body), at_seq, _entries_after(connection, at_seq))
             return Loaded(None, 0, _entries_after(connection, 0))
 
@@ -338,33 +351,40 @@ class PostgresJournal:
     @contextmanager
     def _session(self, seconds_max: float) -> Iterator[Connection]:
         """A connection for one call, with a bound on it; its troubles in the house's words."""
+        with self._in_our_words(self._drop), ExitStack() as bound:
+            yield self._bounded(bound, self._connected, seconds_max)[0]
+
+    @contextmanager
+    def _in_our_words(self, broken: Callable[[], None]) -> Iterator[None]:
         trouble = self._psycopg
         try:
-            with ExitStack() as bound:
-                yield self._bounded(bound, seconds_max)
+            yield
         except (trouble.OperationalError, trouble.InterfaceError, trouble.InternalError) as error:
             # InternalError too: after a failover the server may be one that only reads.
-            self._drop()
+            broken()
             raise Transient(
                 f"the journal's database: {_in_a_line(error)}", RETRY_SECONDS
             ) from error
         except trouble.errors.InsufficientPrivilege as error:
-            self._drop()
+            broken()
             raise ConfigError(
                 f"the journal's database: {_in_a_line(error)}; make the user its owner"
             ) from error
         except trouble.Error as error:
-            self._drop()
+            broken()
             raise Permanent(f"the journal's database: {_in_a_line(error)}") from error
 
-    def _bounded(self, bound: ExitStack, seconds_max: float) -> Connection:
+    def _bounded(
+        self, bound: ExitStack, connect: Callable[[], Connection], seconds_max: float
+    ) -> tuple[Connection, Callable[[], None]]:
+        """A connection, and what cuts it off before its time is up."""
         try:
-            connection = self._connected()
-            bound.enter_context(cut_off_late(connection.fileno(), seconds_max))
+            connection = connect()
+            cut = bound.enter_context(cut_off_late(connection.fileno(), seconds_max))
         except (OSError, RuntimeError) as error:
             # No file or thread to be had is a bad moment, and not the end of a leader.
             raise Transient(f"no call to the journal's database: {error}", RETRY_SECONDS) from error
-        return connection
+        return connection, cut
 
     def _connected(self) -> Connection:
         if self._connection is not None:
@@ -513,6 +533,10 @@ def _entries_after(connection: Connection, seq: int) -> tuple[dict[str, Any], ..
 def _document(names: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
     """Rows as `json_to_recordset` takes them. A text comes out of it as it went in."""
     return json.dumps([dict(zip(names, row, strict=True)) for row in rows])
+
+
+def _nothing() -> None:
+    """To stop, or to drop."""
 
 
 def _in_a_line(error: Exception) -> str:

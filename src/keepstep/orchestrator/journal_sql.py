@@ -1,8 +1,10 @@
 """What the journal in PostgreSQL says to its database: every statement, and nothing else.
 
 A write locks the one row of `standing`, and adds its rows only if term and head are the writer's:
-LEAD is the first half of both kinds. Times are the database's alone. Rows travel as one JSON
-document: the driver writes arrays item by item, in Python, which was a quarter of a busy leader.
+LEAD is the first half of both kinds. A snapshot's text comes before, in a row that has the term in
+place of the link's number, below zero: nobody reads it until VOUCH has put the number there. Times
+are the database's alone. Rows travel as one JSON document: the driver writes arrays item by item,
+in Python, which was a quarter of a busy leader.
 """
 
 PREPARE = """
@@ -104,18 +106,25 @@ entered AS (
 SELECT term FROM lead
 """
 )
-SNAPSHOT = (
+BRING = """
+INSERT INTO keepstep.snapshots (seq, link, body) VALUES (%(at_seq)s, %(brought)s, %(body)s)
+-- Not over one that the chain vouches for, nor over one of a later term.
+ON CONFLICT (seq) DO UPDATE SET link = excluded.link, body = excluded.body
+WHERE snapshots.link BETWEEN excluded.link AND -1
+"""
+VOUCH = (
     LEAD
     + """
 kept AS (
-    INSERT INTO keepstep.snapshots (seq, link, body)
-    SELECT %(at_seq)s, %(link)s, %(state)s FROM lead
-    ON CONFLICT (seq) DO UPDATE SET link = excluded.link, body = excluded.body
+    -- The text stays where it is: only the number of its link is written.
+    UPDATE keepstep.snapshots SET link = %(link)s FROM lead
+    WHERE snapshots.seq = %(at_seq)s AND link = %(brought)s
 ), forgotten AS (
-    -- This statement does not see its own insert: it keeps one less of the others.
+    -- This statement does not see its own update: it keeps one less of the others. What was
+    -- brought and never vouched for is of leaders that are gone.
     DELETE FROM keepstep.snapshots USING lead
-    WHERE seq > 0 AND seq <> %(at_seq)s AND seq NOT IN (
-        SELECT seq FROM keepstep.snapshots WHERE seq <> %(at_seq)s ORDER BY seq DESC
+    WHERE snapshots.seq > 0 AND snapshots.seq <> %(at_seq)s AND snapshots.seq NOT IN (
+        SELECT seq FROM keepstep.snapshots WHERE seq <> %(at_seq)s AND link > 0 ORDER BY seq DESC
         LIMIT %(others)s)
 )
 SELECT term FROM lead

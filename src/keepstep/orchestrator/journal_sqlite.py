@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from keepstep.orchestrator.journal import (
     ROOT,
     SNAPSHOTS_KEPT,
     START,
+    Brought,
     Entry,
     Growth,
     Link,
@@ -98,15 +100,19 @@ class SqliteJournal:
         _, head = growth.heads.get(CLUSTER, heads[CLUSTER])
         return Standing(term, growth.seq, head, growth.jobs)
 
-    def snapshot(self, term: Term, expected_head: str, body: str, at_seq: int) -> Standing:
+    def bring(self, term: Term, body: str, at_seq: int) -> Future[Brought]:
+        del term  # A file of this machine: the text is written with its link, or neither is.
+        return Brought.at_once(body, at_seq)
+
+    def vouch(self, term: Term, expected_head: str, brought: Brought) -> Standing:
         with _Transaction(self._connection):
             seq = self._check(term, expected_head)
-            assert at_seq <= seq, "a snapshot of entries that are not there yet"
-            growth = grow_by_snapshot(at_seq, body, seq, self._stored_head(CLUSTER))
+            growth = grow_by_snapshot(brought, seq, self._stored_head(CLUSTER))
             self._write_links(growth)
             link, head = growth.heads[CLUSTER]
             self._connection.execute(
-                "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (at_seq, link, body)
+                "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)",
+                (brought.at_seq, link, brought.body),
             )
             self._connection.execute(
                 "DELETE FROM snapshots WHERE seq > 0 AND seq NOT IN "

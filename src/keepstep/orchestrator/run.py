@@ -54,7 +54,7 @@ from keepstep.orchestrator.liveness import (
     quiet_nodes,
 )
 from keepstep.orchestrator.pulses import Frames, spread
-from keepstep.orchestrator.snapshots import Snapshots
+from keepstep.orchestrator.snapshot_writer import SnapshotWriter
 from keepstep.orchestrator.stepped import (
     Stepped,
     Told,
@@ -111,7 +111,7 @@ class Orchestrator:
         self.leaving = Leaving(clock.monotonic())
         self._written_at, self._away = 0.0, False  # The journal, when we last tried to write.
         self._sent_away = False  # All agents, since it is away: none of them is connected.
-        self._snapshots = Snapshots(config.snapshot_entries)
+        self._snapshots = SnapshotWriter(journal, config.snapshot_entries, log)
         self._tick_waiting, self._tick_due, self._rereads = False, clock.monotonic(), 0
         self._hurried = asyncio.Event()
         """Set by each step that changed something: the next tick may be due earlier now."""
@@ -175,7 +175,7 @@ class Orchestrator:
     def keeping(self) -> dict[str, Any]:
         """How the journal fares, as its writer sees it."""
         silent = self._clock.monotonic() - self._written_at
-        return {"away": self._away, **keeping(self._standing, silent, self._snapshots.seq)}
+        return {"away": self._away, **keeping(self._standing, silent, self._snapshots.due.seq)}
 
     # ---------------------------------------------------------------- restore
 
@@ -187,9 +187,9 @@ class Orchestrator:
         if found is None:
             # The secret of a cluster is made once and never derived again: it is in the journal.
             cluster, moment = state.new_cluster(secrets.token_hex(16)), 0.0
-            self._write_snapshot(cluster, 0, moment)
+            self._wrote(self._snapshots.write(cluster, self._standing, moment))
             return cluster, moment
-        self._snapshots.wrote(found.snapshot_seq, found.replayed)
+        self._snapshots.due.wrote(found.snapshot_seq, found.replayed)
         self._log("journal.replayed", snapshot_seq=found.snapshot_seq, events=found.replayed)
         return found.cluster, found.moment
 
@@ -320,7 +320,7 @@ class Orchestrator:
         if entries:
             self._wrote(self._journal.append(self.term, self._standing.head, entries))
             self._hurried.set()
-            self._snapshots.grown += sum(done.weight for done in steps)
+            self._snapshots.due.grown += sum(done.weight for done in steps)
         self._steps = []
         for done in steps:
             for phase in view.phases(self.cluster, done.jobs).values():
@@ -358,19 +358,10 @@ class Orchestrator:
         self._told.tell(records)
 
     def _snapshot_if_due(self) -> None:
-        if not self._snapshots.prepared(self.cluster, self._clock.monotonic()):
-            return
-        try:
-            self._write_snapshot(self.cluster, self._standing.seq, self.now())
-        except Transient as error:
-            self._snapshots.failed(self._clock.monotonic())
-            self._log("journal.snapshot_failed", why=str(error))
-
-    def _write_snapshot(self, cluster: state.Cluster, seq: int, now: float) -> None:
-        body = self._snapshots.texts.body(cluster, now)
-        self._wrote(self._journal.snapshot(self.term, self._standing.head, body, seq))
-        self._snapshots.wrote(seq)
-        self._log("journal.snapshot", seq=seq)
+        moment = self._clock.monotonic()
+        grown = self._snapshots.go_on(self.cluster, self._standing, self.now(), moment)
+        if grown is not None:
+            self._wrote(grown)
 
     # ---------------------------------------------------------------- our own clock
 

@@ -58,6 +58,8 @@ class Snapshots:
         """Of the newest that is written."""
         self.grown = 0
         """Events since then."""
+        self._began_at = 0
+        """What `grown` was when the one that is on its way was begun."""
         self._entries = entries
         self._again_at = 0.0
 
@@ -76,6 +78,14 @@ class Snapshots:
         if self.grown >= OVERDUE * enough:
             return True
         return brain.due(cluster) is None and self.texts.look_ahead(cluster)
+
+    @property
+    def grown_since_it_began(self) -> int:
+        return max(0, self.grown - self._began_at)
+
+    def began(self) -> None:
+        """One of the state as it is now is on its way."""
+        self._began_at = self.grown
 
     def wrote(self, seq: int, grown: int = 0) -> None:
         """There is one of this seq, and so many events after it."""
