@@ -510,15 +510,15 @@ def test_events_are_decided_while_a_snapshot_is_on_its_way(tmp_path: Path):
     scene.journal.slow = True
     until_written(scene, HELLO)
     begun_at, on_its_way = scene.loop._standing.seq, scene.journal.on_its_way
-    for n in range(1, 4):
-        until_written(scene, replace(HELLO, node=NodeId(f"n{n}")))
+    for event in (events.LinkLost(NODE), HELLO, events.LinkLost(NODE)):
+        until_written(scene, event)
     assert scene.loop._standing.seq == begun_at + 3
     assert scene.journal.on_its_way is on_its_way, "one at a time"
     assert scene.journal.load().at_seq == 0
     on_its_way.set_result(scene.journal.brought)
     until_written(scene, events.Tick())
     assert scene.journal.load().at_seq == scene.loop.keeping()["snapshot_seq"] == begun_at
-    until_written(scene, events.Tick())
+    until_written(scene, HELLO)
     assert scene.journal.on_its_way is not on_its_way, "what came meanwhile counts for the next"
     replayed, _ = scene.loop._restore()
     assert state.fingerprint(replayed) == scene.print()
