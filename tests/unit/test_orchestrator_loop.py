@@ -27,9 +27,19 @@ from keepstep.model import (
     Rank,
     Sign,
 )
-from keepstep.orchestrator import brain, events, outages, run, snapshots, state
+from keepstep.orchestrator import (
+    brain,
+    events,
+    journal_sqlite,
+    outages,
+    run,
+    snapshots,
+    state,
+)
+from keepstep.orchestrator.http import Response
 from keepstep.orchestrator.journal import Brought, Standing, verify
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
+from keepstep.orchestrator.own import Own
 from keepstep.orchestrator.run import Orchestrator
 from keepstep.orchestrator.stepped import Waiting, next_of, with_its_age
 
@@ -479,6 +489,41 @@ def test_while_the_journal_is_away_nothing_leaves_and_then_all_of_it_in_order(sc
     assert scene.happened[:4] == ["away"] * 3 + ["on disk"]
     assert set(scene.happened[4:]) == {"sent"}
     assert (scene.logged.count("journal.away"), scene.logged.count("journal.back")) == (1, 1)
+    replayed, _ = scene.loop._restore()
+    assert state.fingerprint(replayed) == scene.print()
+    verify(scene.journal)
+
+
+def test_a_full_disk_under_a_file_is_waited_for_by_the_same_process(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(journal_sqlite, "RETRY_SECONDS", 0.01)
+    scene.feed(HELLO)
+    scene.happened.clear()
+    own, store = Own(scene.loop, scene.journal), scene.journal._connection
+    asked: Any = None
+    large = JobSpec(JOB, "train.py", arguments=("x" * 100_000,))
+    (pages,) = store.execute("PRAGMA page_count").fetchone()
+    store.execute(f"PRAGMA max_page_count = {pages}")
+
+    async def ready() -> int:
+        reply = await own.ready(asked)
+        assert isinstance(reply, Response)
+        return reply.status
+
+    async def work() -> None:
+        async with asyncio.timeout(10):
+            waiting = [Waiting(events.Submitted(large))]
+            writing = asyncio.create_task(scene.loop._until_written(waiting))
+            await asyncio.sleep(0.05)
+            assert "journal.away" in scene.logged
+            assert (await ready(), scene.happened, writing.done()) == (503, [], False)
+            store.execute("PRAGMA max_page_count = 1000000")
+            await writing
+            assert await ready() == 200
+
+    asyncio.run(work())
+    assert scene.happened[:2] == ["on disk", "sent"]
     replayed, _ = scene.loop._restore()
     assert state.fingerprint(replayed) == scene.print()
     verify(scene.journal)

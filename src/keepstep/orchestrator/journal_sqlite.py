@@ -1,20 +1,26 @@
 """The journal of one machine: an SQLite file in WAL mode, which whoever opens it may take over.
 
 There is no lease: who is started on this machine's file is meant to lead, and the one before it is
-dead or deposed.
+dead or deposed. A disk that is full or does not answer is a store that is away.
+
+The cluster's secret is in its snapshots: the file, and what SQLite keeps beside it, are its owner's
+alone.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from keepstep import codec
-from keepstep.errors import Deposed
+from keepstep.errors import ConfigError, Deposed, Permanent, Transient
 from keepstep.model import Term
 from keepstep.orchestrator.journal import (
     CLUSTER,
@@ -36,6 +42,10 @@ from keepstep.orchestrator.journal import (
 
 WAL_PAGES_MAX = 20_000
 """Of 4 KiB: how far the write-ahead log may grow before an append has to fold it in."""
+RETRY_SECONDS = 1.0
+"""Somebody makes room on a full disk: that is no matter of milliseconds."""
+FILES = ("", "-wal", "-shm")
+"""What a journal consists of while it is in use, or after its writer was killed."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS standing (
@@ -69,19 +79,14 @@ class SqliteJournal:
 
     def __init__(self, path: Path, *, synchronous: str = "full") -> None:
         assert synchronous in ("full", "normal"), synchronous
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._connection = sqlite3.connect(path, isolation_level=None, timeout=10.0)
-        self._connection.execute("PRAGMA journal_mode=WAL")
-        self._connection.execute(f"PRAGMA synchronous={synchronous}")
-        # The WAL is folded in with each snapshot, which is taken when nothing is going on; this
-        # bound is for the case that nothing ever stops going on.
-        self._connection.execute(f"PRAGMA wal_autocheckpoint={WAL_PAGES_MAX}")
-        self._connection.executescript(_SCHEMA)
+        make_private(path, parents=True)
+        with _in_our_words():
+            self._connection = _opened(path, synchronous)
 
     def begin_term(self, endpoint: str = "", above: Term = Term(0)) -> Standing:
         del endpoint  # Nobody else on this file is sent anywhere.
-        with _Transaction(self._connection):
+        with self._transaction():
             self._connection.execute("UPDATE standing SET term = max(term, ?) + 1", (above,))
             term, seq = self._term_and_seq()
             rows = self._connection.execute("SELECT chain, hash FROM heads").fetchall()
@@ -90,7 +95,7 @@ class SqliteJournal:
         return Standing(Term(term), seq, cluster, heads)
 
     def append(self, term: Term, expected_head: str, entries: Sequence[Entry]) -> Standing:
-        with _Transaction(self._connection):
+        with self._transaction():
             seq = self._check(term, expected_head)
             chains = {CLUSTER}.union(*(entry.jobs for entry in entries))
             heads = {chain: self._stored_head(chain) for chain in chains}
@@ -105,7 +110,7 @@ class SqliteJournal:
         return Brought.at_once(body, at_seq)
 
     def vouch(self, term: Term, expected_head: str, brought: Brought) -> Standing:
-        with _Transaction(self._connection):
+        with self._transaction():
             seq = self._check(term, expected_head)
             growth = grow_by_snapshot(brought, seq, self._stored_head(CLUSTER))
             self._write_links(growth)
@@ -119,28 +124,32 @@ class SqliteJournal:
                 "(SELECT seq FROM snapshots ORDER BY seq DESC LIMIT ?)",
                 (SNAPSHOTS_KEPT,),
             )
-        self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        # The snapshot is there. A log that finds no room to be folded in now is so another time.
+        with suppress(sqlite3.OperationalError):
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
         return Standing(term, seq, head, {})
 
     def load(self) -> Loaded:
-        for at_seq, link, body in self._connection.execute(
-            "SELECT seq, link, body FROM snapshots ORDER BY seq DESC"
-        ).fetchall():
-            # A snapshot that the chain does not vouch for was changed: replay more instead.
-            if self._link_body(link) == snapshot_link(at_seq, body):
-                return Loaded(codec.loads(body), at_seq, self._entries_after(at_seq))
-        return Loaded(None, 0, self._entries_after(0))
+        with _in_our_words():
+            for at_seq, link, body in self._connection.execute(
+                "SELECT seq, link, body FROM snapshots ORDER BY seq DESC"
+            ).fetchall():
+                # A snapshot that the chain does not vouch for was changed: replay more instead.
+                if self._link_body(link) == snapshot_link(at_seq, body):
+                    return Loaded(codec.loads(body), at_seq, self._entries_after(at_seq))
+            return Loaded(None, 0, self._entries_after(0))
 
     def export(self, chain: str, after: int = 0) -> Iterator[Link]:
         # Pages rather than one cursor: the loop appends between two pages and nothing is locked.
         number = after
         while True:
-            rows = self._connection.execute(
-                "SELECT number, hash, coalesce(links.body, entries.body) FROM links "
-                "LEFT JOIN entries USING (seq) WHERE chain = ? AND number > ? "
-                "ORDER BY number LIMIT ?",
-                (chain, number, PAGE_LINKS),
-            ).fetchall()
+            with _in_our_words():
+                rows = self._connection.execute(
+                    "SELECT number, hash, coalesce(links.body, entries.body) FROM links "
+                    "LEFT JOIN entries USING (seq) WHERE chain = ? AND number > ? "
+                    "ORDER BY number LIMIT ?",
+                    (chain, number, PAGE_LINKS),
+                ).fetchall()
             if not rows:
                 return
             for number, hash_, body in rows:
@@ -148,16 +157,39 @@ class SqliteJournal:
 
     def standing(self) -> tuple[int, int]:
         """The newest term and the newest entry's seq, without taking over."""
-        return self._term_and_seq()
+        with _in_our_words():
+            return self._term_and_seq()
 
-    def size(self) -> tuple[int, int]:
-        """Bytes that the file has, and bytes that its disk has left."""
-        (pages,) = self._connection.execute("PRAGMA page_count").fetchone()
-        (page_bytes,) = self._connection.execute("PRAGMA page_size").fetchone()
-        return pages * page_bytes, shutil.disk_usage(self._path.parent).free
+    def size(self) -> tuple[int | None, int]:
+        """Bytes that the file has, None if it cannot be read; and bytes that its disk has left."""
+        free = shutil.disk_usage(self._path.parent).free
+        try:
+            with _in_our_words():
+                (pages,) = self._connection.execute("PRAGMA page_count").fetchone()
+                (page_bytes,) = self._connection.execute("PRAGMA page_size").fetchone()
+        except Transient:
+            return None, free
+        return pages * page_bytes, free
 
     def close(self) -> None:
         self._connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """BEGIN IMMEDIATE … COMMIT: the term and head that were checked are still so at the write.
+
+        Of one that fails, at its COMMIT too, nothing is left that anybody reads: so the very same
+        write may come again.
+        """
+        with _in_our_words():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            finally:
+                # Of a full disk SQLite itself has rolled back, at times.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
 
     def _check(self, term: Term, expected_head: str) -> int:
         """Refuse a deposed writer; otherwise the newest seq."""
@@ -201,14 +233,66 @@ class SqliteJournal:
         return tuple(codec.loads(body)["entry"] for (body,) in rows)
 
 
-class _Transaction:
-    """BEGIN IMMEDIATE … COMMIT: the term and head that were checked are still so at the write."""
+def make_private(path: Path, *, parents: bool = False) -> None:
+    """Make the file if there is none, for its owner alone, and take back what others were allowed
+    before. SQLite gives what it keeps beside the file the same mode."""
+    try:
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        for end in FILES:
+            tighten(path.with_name(path.name + end))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise Transient(f"the journal's file: {error.strerror}", RETRY_SECONDS) from error
+        raise ConfigError(f"cannot open {path}: {error.strerror}") from error
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
 
-    def __enter__(self) -> None:
-        self._connection.execute("BEGIN IMMEDIATE")
+def tighten(path: Path) -> None:
+    """Of a file that is ours, take back what others were allowed."""
+    with suppress(FileNotFoundError):
+        found = path.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+            # By its name: who closes a descriptor of it ends SQLite's locks of this process.
+            path.chmod(found.st_mode & 0o700)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._connection.execute("COMMIT" if kind is None else "ROLLBACK")
+
+def _opened(path: Path, synchronous: str) -> sqlite3.Connection:
+    connection = None
+    try:
+        connection = sqlite3.connect(path, isolation_level=None, timeout=10.0)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA synchronous={synchronous}")
+        # The WAL is folded in with each snapshot, which is taken when nothing is going on; this
+        # bound is for the case that nothing ever stops going on.
+        connection.execute(f"PRAGMA wal_autocheckpoint={WAL_PAGES_MAX}")
+        connection.executescript(_SCHEMA)
+    except sqlite3.Error as error:
+        if connection is not None:
+            connection.close()
+        if _kind(error) in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
+            raise ConfigError(f"cannot open {path} to write it: {error}") from error
+        raise
+    return connection
+
+
+@contextmanager
+def _in_our_words() -> Iterator[None]:
+    """A full disk, one that does not answer, and a file that is locked may be well again; a damaged
+    file stays so."""
+    try:
+        yield
+    except sqlite3.ProgrammingError:
+        raise  # A bug of ours.
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError) and _kind(error) != sqlite3.SQLITE_ERROR:
+            raise Transient(f"the journal's file: {error}", RETRY_SECONDS) from error
+        raise Permanent(
+            f"the journal's file is damaged, or is no journal: {error}; restore a backup"
+        ) from error
+
+
+def _kind(error: sqlite3.Error) -> int:
+    """SQLite's code without its finer distinctions."""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
