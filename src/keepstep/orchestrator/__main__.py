@@ -1,9 +1,10 @@
 """The orchestrator's process: `python -m keepstep.orchestrator --journal … --token-file …`.
 
-It prints nothing but its log. It ends with 0 when told to leave, and with 2 when it was started
-wrongly. Where the journal is a database it follows whoever leads, leads when nobody does, and
-follows again when it was deposed: see follow.py. Where it is a file, it ends with 3 when another
-leader has taken over (do not restart it then).
+It prints nothing but its log. It ends with 0 when told to leave, with 2 when it was started
+wrongly, and with 1 when it cannot go on. Where the journal is a database it follows whoever leads,
+leads when nobody does, and follows again when it was deposed: see follow.py. Where it is a file, it
+ends with 3 when another leader has taken over (do not restart it then). A start that cannot lead,
+for its port is taken or the journal is a newer release's, leaves the one that leads alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import resource
 import signal
 import ssl
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 from keepstep import codec, logs, tls
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig, load
-from keepstep.errors import Alone, Behind, ConfigError, Deposed, Transient
+from keepstep.errors import Alone, Behind, ConfigError, Deposed, Permanent, Transient
 from keepstep.ledger.signing import Signer
 from keepstep.model import Term
 from keepstep.orchestrator import alerts, lease, replica
@@ -32,7 +33,7 @@ from keepstep.orchestrator.access import Gate
 from keepstep.orchestrator.api import Api
 from keepstep.orchestrator.exporting import signer_of
 from keepstep.orchestrator.follow import Follower, elsewhere, reached_at
-from keepstep.orchestrator.http import Handler, HttpServer, Reply, Request
+from keepstep.orchestrator.http import Handler, HttpServer, Reply, Request, json_response
 from keepstep.orchestrator.journal import Journal
 from keepstep.orchestrator.journal_postgres import PostgresJournal
 from keepstep.orchestrator.journals import open_journal, refuse_password
@@ -40,6 +41,7 @@ from keepstep.orchestrator.run import Orchestrator
 from keepstep.orchestrator.stepping_down import OTHERS_SECONDS, Past
 from keepstep.orchestrator.tokens import Tokens
 
+EXIT_BROKEN = 1
 EXIT_USAGE = 2
 EXIT_DEPOSED = 3
 SWITCH_SECONDS = 0.001
@@ -66,6 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Deposed as error:
         print(f"keepstep orchestrator: {error}", file=sys.stderr)
         return EXIT_DEPOSED
+    except Permanent as error:
+        print(f"keepstep orchestrator: {error}", file=sys.stderr)
+        return EXIT_BROKEN
 
 
 async def _serve(
@@ -74,28 +79,41 @@ async def _serve(
     refuse_password(asked.journal)
     gate, secure = _gate(config, token), _secure(config)
     where = asked.journal or config.journal
-    journal = open_journal(where, config)
+    journal = await _opened(where, config)
     door = Door()
     server = HttpServer(door.handle, connections_max=config.connections_max)
     host, wanted = _host_and_port(asked.listen)
     place = Place(journal, config, token, gate, rules, signer_of(where, config))
     try:
+        # Before anybody is deposed: who cannot listen cannot lead.
+        port = await _listen(server, (host, wanted), asked.port_file, secure)
+
+        def tell(term: Term | None = None) -> None:
+            _write_port(asked.port_file, port)
+            log("listening", host=host, port=port, term=term, tls=secure is not None)
+
         if isinstance(journal, PostgresJournal):
-            port = await _listen(server, (host, wanted), asked.port_file, secure)
-            log("listening", host=host, port=port, tls=secure is not None)
+            tell()
             endpoint = reached_at(config.advertise, host, port, secure=secure is not None)
             work = _follow_and_lead(place, journal, door, server, endpoint)
         else:
-            # Nobody else is on a file: whoever comes to us finds a leader.
-            orchestrator = place.lead(door, replica.begin(journal))
-            port = await _listen(server, (host, wanted), asked.port_file, secure)
-            log("listening", host=host, port=port, term=orchestrator.term, tls=secure is not None)
-            work = _lead_alone(place, orchestrator, door, server)
+            # Nobody else is on a file: whoever is told of us finds a leader.
+            work = _lead_alone(place, door, server, tell)
         await _until_told(work)
     finally:
         await server.close()
         journal.close()
     return 0
+
+
+async def _opened(where: str, config: OrchestratorConfig) -> Journal:
+    """A file on a full disk is waited for, as a database is."""
+    waits = Waits()
+    while True:
+        try:
+            return open_journal(where, config)
+        except Transient as error:
+            await waits.out(error)
 
 
 async def _until_told(work: Coroutine[Any, Any, None]) -> None:
@@ -137,24 +155,57 @@ class Door:
     def __init__(self) -> None:
         self._handler: Handler | None = None
 
-    def handle_by(self, handler: Handler) -> None:
+    def handle_by(self, handler: Handler | None) -> None:
         self._handler = handler
 
     async def handle(self, request: Request) -> Reply:
         if self._handler is None:
+            if request.path == "/healthz" and request.method == "GET":
+                # It waits for its journal: nobody is to kill it for that.
+                return json_response({"status": "following", "term": 0, "leader": None})
             return elsewhere("", "it is only starting")
         return await self._handler(request)
 
 
-async def _lead_alone(place: Place, leader: Orchestrator, door: Door, server: HttpServer) -> None:
-    """Lead until deposed. A journal that was put back to an earlier time gets a new term."""
+class Waits:
+    """What a journal that is away is waited for with: one line per reason."""
+
+    def __init__(self) -> None:
+        self._told = ""
+
+    async def out(self, error: Transient) -> None:
+        if str(error) != self._told:
+            self._told = str(error)
+            log("waiting", why=self._told)
+        await asyncio.sleep(error.retry_after_seconds)
+
+
+async def _lead_alone(
+    place: Place, door: Door, server: HttpServer, tell: Callable[[Term], None]
+) -> None:
+    """Lead until deposed, and tell so once. A journal that was put back to an earlier time gets a
+    new term; one on a full disk is waited for."""
+    above, waits, told = Term(0), Waits(), False
     while True:
         try:
+            leader = place.lead(door, replica.begin(place.journal, above))
+            if not told:
+                tell(leader.term)
+                told = True
             await leader.run()
         except Behind as error:
             log("journal.behind", why=str(error))
-            await server.cut()
-            leader = place.lead(door, replica.begin(place.journal, Term(error.term)))
+            above = Term(error.term)
+            await _leave(door, server)
+        except Transient as error:
+            await _leave(door, server)
+            await waits.out(error)
+
+
+async def _leave(door: Door, server: HttpServer) -> None:
+    """Whoever still waits for an answer of a leader that was gets none."""
+    door.handle_by(None)
+    await server.cut()
 
 
 async def _follow_and_lead(
@@ -230,11 +281,14 @@ async def _listen(
             port = await server.listen(host, wanted, secure)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{wanted}: {error.strerror}") from error
+    return port
+
+
+def _write_port(port_file: Path | None, port: int) -> None:
     if port_file is not None:
         fresh = port_file.with_suffix(".new")
         fresh.write_text(f"{port}\n", encoding="utf-8")
         fresh.replace(port_file)
-    return port
 
 
 def log(event: str, **facts: object) -> None:
@@ -280,7 +334,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a file, or postgresql://HOST/DATABASE (default: the setting `journal`)",
     )
     parser.add_argument("--token-file", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--port-file", type=Path, metavar="FILE", help="written once we listen")
+    parser.add_argument("--port-file", type=Path, metavar="FILE", help="written once we serve")
     parser.add_argument("--config", type=Path, metavar="TOML")
     parser.add_argument("--alerts", metavar="TOML", help="which alerts mean which taints")
     parser.add_argument("--log-format", choices=logs.FORMATS, help="json: an object per line")

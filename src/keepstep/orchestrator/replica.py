@@ -97,6 +97,13 @@ class Begun:
 
 
 def begin(journal: Journal, above: Term = Term(0)) -> Begun:
-    """For who leads alone: nobody follows, and nothing was read before."""
+    """For who leads alone: nobody follows, and nothing was read before.
+
+    Who cannot read a journal must not depose who can: so it is read first, and again only if
+    somebody has written since.
+    """
+    found = read(journal)
     standing = journal.begin_term(above=above)
-    return Begun(standing, read(journal))
+    if found is None or found.seq != standing.seq:
+        found = read(journal)
+    return Begun(standing, found)
