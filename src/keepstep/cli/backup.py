@@ -1,4 +1,9 @@
-"""`keepstep admin backup` and `restore`: a journal that is a file, copied while it is in use."""
+"""`keepstep admin backup` and `restore`: a journal that is a file, copied while it is in use.
+
+Which journal is meant is said, by an option or by the setting. A copy of the newest run's here may
+be asked for without a word, and says whose it is; nothing is put in the place of a journal that was
+not named.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +32,23 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run_backup(asked: argparse.Namespace) -> int:
-    copied = backups.copy(_journal(asked), asked.file)
-    print(f"{copied.path}: {_told(copied)}; every link was checked")
+    journal = _named(asked)
+    if journal is None:
+        journal = _newest()
+        print(f"no journal was named: this is the newest run's here; --journal {journal} says so")
+    copied = backups.copy(journal, asked.file)
+    print(f"{copied.path}, a copy of {journal}: {_told(copied)}; every link was checked")
     return 0
 
 
 def run_restore(asked: argparse.Namespace) -> int:
-    copied, aside = backups.put_back(asked.file, _journal(asked))
+    journal = _named(asked)
+    if journal is None:
+        raise ConfigError(
+            "say which journal the backup takes the place of: --journal FILE, --run-dir DIR, or "
+            "the setting `journal`"
+        )
+    copied, aside = backups.put_back(asked.file, journal)
     print(f"{copied.path}: {_told(copied)}; every link was checked")
     if aside is not None:
         print(f"what was there is now {aside}")
@@ -49,12 +64,13 @@ def _told(copied: backups.Copied) -> str:
 
 
 def _where(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--journal", default="", metavar="FILE", help="default: the run's")
-    command.add_argument("--run-dir", type=Path, metavar="DIR", help="default: the newest one here")
+    command.add_argument("--journal", default="", metavar="FILE", help="default: the setting")
+    command.add_argument("--run-dir", type=Path, metavar="DIR", help="with a journal.db")
     command.add_argument("--config", type=Path, metavar="TOML", help="with the setting `journal`")
 
 
-def _journal(asked: argparse.Namespace) -> Path:
+def _named(asked: argparse.Namespace) -> Path | None:
+    """The journal that options or the setting mean; None: none of them does."""
     refuse_password(asked.journal)
     where = asked.journal
     if not where and asked.run_dir is None:
@@ -66,7 +82,11 @@ def _journal(asked: argparse.Namespace) -> Path:
         )
     if where:
         return Path(where)
-    run = asked.run_dir or newest_run(os.environ, Path.cwd())
+    return None if asked.run_dir is None else Path(asked.run_dir) / "journal.db"
+
+
+def _newest() -> Path:
+    run = newest_run(os.environ, Path.cwd())
     if run is None:
         raise ConfigError("no run found here; give --journal FILE or --run-dir DIR")
-    return Path(run) / "journal.db"
+    return run / "journal.db"

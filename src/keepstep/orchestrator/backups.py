@@ -1,13 +1,14 @@
 """A copy of a journal that is a file, made while it is written, and the way back.
 
-    copy     read by SQLite's online backup, checked link by link, then renamed into place
+    copy     read as of one moment, checked link by link, then renamed into place
     put_back checked first; refused while a process has the journal open; the old file is kept
 
 A database is its administrator's to copy: pg_dump, or base backups with point-in-time recovery. A
 journal that was put back is behind what agents have done since; the leader finds that out from what
 they say they have obeyed, and journals the gap (docs/operating.md).
 
-It must never leave half a journal in the place of a whole one, and never delete one.
+It must never leave half a journal in the place of a whole one, and never delete one. Each copy is
+as secret as the journal.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pathlib import Path
 from keepstep.errors import ConfigError, Permanent
 from keepstep.orchestrator import replica
 from keepstep.orchestrator.journal import CLUSTER, verify
-from keepstep.orchestrator.journal_sqlite import SqliteJournal
+from keepstep.orchestrator.journal_sqlite import FILES, SqliteJournal, make_private, tighten
 
-PAGES_AT_ONCE = 1000
-"""Of 4 KiB: between two portions a writer may go on."""
-FILES = ("", "-wal", "-shm")
-"""What a journal consists of while it is in use, or after its writer was killed."""
+WHOLE = -1
+"""Pages at once: one read of the journal as it was when it began, during which its writer goes on
+(and its log is not folded in). After portions SQLite begins again whenever somebody has written
+between two of them, and beside a busy leader somebody always has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +66,15 @@ def put_back(backup: Path, journal: Path) -> tuple[Copied, Path | None]:
 def check(path: Path) -> Copied:
     """Walk all chains of a journal's file and replay it; Permanent or ConfigError if it is bad."""
     try:
-        journal = SqliteJournal(path)
-    except sqlite3.DatabaseError as error:
-        raise Permanent(f"{path} is no journal: {error}") from error
-    try:
-        heads = verify(journal)
-        loaded = journal.load()
-        if loaded.snapshot is None:
-            raise Permanent(f"{path} has no snapshot that its chain vouches for")
-        replica.of(loaded)
-        term, entries = journal.standing()
-    except sqlite3.DatabaseError as error:
-        raise Permanent(f"{path} is damaged: {error}") from error
-    finally:
-        journal.close()
+        with closing(SqliteJournal(path)) as journal:
+            heads = verify(journal)
+            loaded = journal.load()
+            if loaded.snapshot is None:
+                raise Permanent("it has no snapshot that its chain vouches for")
+            replica.of(loaded)
+            term, entries = journal.standing()
+    except Permanent as error:
+        raise Permanent(f"{path}: {error}") from error
     return Copied(path, term, entries, heads[CLUSTER], len(heads) - 1)
 
 
@@ -88,14 +84,15 @@ def _copied(path: Path, target: Path) -> Iterator[tuple[Path, Copied]]:
     fresh = target.with_name(target.name + ".new")
     fresh.unlink(missing_ok=True)
     try:
+        make_private(fresh)
         with (
             closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
             closing(sqlite3.connect(fresh)) as copied,
         ):
-            source.backup(copied, pages=PAGES_AT_ONCE, sleep=0.01)
+            source.backup(copied, pages=WHOLE)
         yield fresh, replace(check(fresh), path=target)
     except sqlite3.Error as error:
-        raise ConfigError(f"{path} could not be read: {error}") from error
+        raise ConfigError(f"{path} could not be read, or not copied: {error}") from error
     finally:
         fresh.unlink(missing_ok=True)
 
@@ -110,6 +107,7 @@ def _set_aside(journal: Path) -> Path | None:
         number += 1
     for end in FILES:
         if (left := _beside(journal, end)).exists():
+            tighten(left)
             left.replace(_beside(journal, f".replaced-{number}{end}"))
     return _beside(journal, f".replaced-{number}") if there else None
 
