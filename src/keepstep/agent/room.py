@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from keepstep import codec, wire
+from keepstep import codec, private, wire
 from keepstep.agent import log
 from keepstep.detect import process
 from keepstep.errors import ConfigError, WireError
@@ -158,7 +158,7 @@ class Room:
                 f"the room {self.directory} makes socket paths of more than"
                 f" {SOCKET_PATH_BYTES_MAX} bytes; choose a shorter --room, such as /dev/shm/ks-n1"
             )
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private.make(self.directory)
         self._lock_out_others()
         boot = self.directory / "boot"
         if not boot.exists():

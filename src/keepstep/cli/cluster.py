@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from keepstep import private
 from keepstep.agent import offspring
 from keepstep.agent import room as agent_room
 from keepstep.agent.environment import SECRETS
@@ -162,7 +163,7 @@ class LocalCluster:
 
     def _lock_rooms(self) -> None:
         """One launcher per room: a second one would end the first one's workers with its own."""
-        self._rooms.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private.make(self._rooms)
         for name in self.nodes:
             path = self._rooms / f"{name}.lock"
             lock = path.open("ab")
