@@ -11,8 +11,9 @@ A certificate says who its holder is by a URI among its alternative names:
     keepstep://orchestrator     beside the DNS names and addresses by which it is reached
 
 Files may be renewed at any time. Each new handshake looks at them and takes the new ones; streams
-that are open stay as they are. Files that do not fit together (a certificate whose key is not there
-yet) are left alone and said once: the old ones serve until the new ones are whole.
+that are open stay as they are, unless an authority is trusted no more that was when they began
+(`forgotten`). Files that do not fit together (a certificate whose key is not there yet) are left
+alone and said once: the old ones serve until the new ones are whole.
 
 It must never fall back to an unverified connection: whoever asked for TLS gets it or an error.
 """
@@ -60,6 +61,23 @@ def small_buffers() -> None:
     from asyncio import sslproto
 
     sslproto.SSLProtocol.max_size = BUFFER_BYTES
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a PEM file's certificate says, as of a peer's. The one place that reads one: no chain is
+    checked."""
+    decoded: dict[str, Any] = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]
+    return decoded
+
+
+def forgotten(context: ssl.SSLContext, connection: ssl.SSLObject) -> bool:
+    """Whether an authority was trusted when this connection of the context's was made, and is no
+    longer. Which one the other side's certificate is of is not asked: let it show one again, and a
+    handshake tells, which knows best. Where authorities were only added, nothing is forgotten."""
+    if not isinstance(context, _Renewed):
+        return False
+    current, then = context.current(), connection.context
+    return isinstance(then, _Loaded) and not then.authorities <= current.authorities
 
 
 # ---------------------------------------------------------------- who is there
@@ -113,6 +131,13 @@ def _named(certificate: Mapping[str, Any] | None, kind: str) -> list[str]:
 # ---------------------------------------------------------------- contexts that follow their files
 
 
+class _Loaded(ssl.SSLContext):
+    """Made from files as they were at one moment."""
+
+    authorities: frozenset[bytes] = frozenset()
+    """Those that it trusts."""
+
+
 class _Renewed(ssl.SSLContext):
     """Handshakes go through a context made from the newest files that were whole.
 
@@ -139,12 +164,13 @@ class _Renewed(ssl.SSLContext):
         self._said = ""
 
     def wrap_bio(self, *given: Any, **named: Any) -> ssl.SSLObject:
-        return self._fresh().wrap_bio(*given, **named)
+        return self.current().wrap_bio(*given, **named)
 
     def wrap_socket(self, *given: Any, **named: Any) -> ssl.SSLSocket:
-        return self._fresh().wrap_socket(*given, **named)
+        return self.current().wrap_socket(*given, **named)
 
-    def _fresh(self) -> ssl.SSLContext:
+    def current(self) -> _Loaded:
+        """The one for the next handshake. Looks at the files, now and then."""
         now = time.monotonic()
         if now < self._looked_at + LOOK_SECONDS:
             return self._current
@@ -164,8 +190,8 @@ class _Renewed(ssl.SSLContext):
         return self._current
 
 
-def _load(protocol: int, directory: Path, need: ssl.VerifyMode) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
+def _load(protocol: int, directory: Path, need: ssl.VerifyMode) -> _Loaded:
+    context = _Loaded(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if protocol == ssl.PROTOCOL_TLS_CLIENT:
         context.check_hostname = True
@@ -187,6 +213,7 @@ def _load(protocol: int, directory: Path, need: ssl.VerifyMode) -> ssl.SSLContex
             f"cannot read {CERTIFICATE}, {KEY} and {AUTHORITY} in {directory}: {error.strerror}; "
             "make them with `keepstep admin certs`, or mount cert-manager's secret there"
         ) from error
+    context.authorities = frozenset(context.get_ca_certs(binary_form=True))
     return context
 
 

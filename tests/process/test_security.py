@@ -218,6 +218,34 @@ def test_renewed_certificates_are_taken_while_streams_stay(secured: Secured):
         assert "is here already" in answer.why
 
 
+def test_a_node_whose_key_leaked_is_shut_out_by_another_authority(secured: Secured):
+    """As docs/security.md tells it."""
+    for node in ("n1", "n2"):
+        secured.agent(node, f"node-{node}")
+    until(lambda: secured.connected() == ["n1", "n2"], "both agents")
+    old, new = secured.pki, secured.here / "pki2"
+    certs.make(new, hosts=["127.0.0.1"], nodes=["n1"], operators=["alice"])
+    both = (old / "ca" / "ca.crt").read_bytes() + (new / "ca" / "ca.crt").read_bytes()
+
+    def put(path: Path, data: bytes) -> None:
+        fresh = path.with_suffix(".fresh")
+        fresh.write_bytes(data)
+        fresh.replace(path)
+
+    for who in ("orchestrator", "node-n1", "operator-alice"):
+        put(old / who / "ca.crt", both)
+    for who in ("orchestrator", "node-n1", "operator-alice"):
+        for name in ("tls.key", "tls.crt"):
+            put(old / who / name, (new / who / name).read_bytes())
+    until(lambda: secured.connected() == ["n1", "n2"], "an operator of the new authority")
+    assert "agent.disconnected" not in secured.said("keepstep.orchestrator")
+    put(old / "orchestrator" / "ca.crt", (new / "ca" / "ca.crt").read_bytes())
+    until(lambda: "show a certificate" in secured.said("keepstep.orchestrator"), "their end")
+    until(lambda: secured.connected() == ["n1"], "the one with a new certificate")
+    with pytest.raises((OSError, EOFError)):
+        upgraded(secured, "node-n2", "n2")
+
+
 def test_roles_and_projects_hold_over_https_and_a_revoked_token_stops(secured: Secured):
     spec = JobSpec(JobId("mine"), "t.py")
     secured.client("a-ops").submit(spec)

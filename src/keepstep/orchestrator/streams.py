@@ -20,7 +20,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from keepstep import wire
+from keepstep import tls, wire
 from keepstep.errors import WireError
 from keepstep.model import NodeId
 
@@ -154,6 +154,8 @@ class AgentStream:
         if shown := writer.get_extra_info("peercert"):
             # As it was shown: what is renewed meanwhile comes with the next connection.
             self.about["certificate_until"] = ssl.cert_time_to_seconds(shown["notAfter"])
+        self._context = writer.get_extra_info("sslcontext")
+        self._connection = writer.get_extra_info("ssl_object")
         self.dropped = ""
         """Why we closed it ourselves; empty if the other side did."""
         self._on_beat = on_beat
@@ -170,6 +172,11 @@ class AgentStream:
     def send(self, frame: bytes) -> None:
         """Send one frame; never waits. An agent that is too far behind loses the stream."""
         if self.dropped or self._ended:
+            return
+        if self._connection is not None and tls.forgotten(self._context, self._connection):
+            # It may come back at once, with a certificate that holds today. We send something to
+            # everybody all the time, so none of them stays.
+            self.drop("an authority is trusted no more: show a certificate again")
             return
         waiting = self.transport.get_write_buffer_size()
         now = monotonic()
