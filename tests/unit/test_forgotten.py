@@ -77,10 +77,12 @@ def put(path: Path, *parts: Path) -> None:
 def run(pki: Path, scene: Callable[[Door], Awaitable[None]]) -> None:
     async def bounded() -> None:
         door = Door(pki / "old" / "orchestrator")
-        async with asyncio.timeout(20):
-            await scene(door)
-        door.close()
-        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(20):
+                await scene(door)
+        finally:
+            door.close()
+            await asyncio.sleep(0)
 
     asyncio.run(bounded())
 

@@ -164,10 +164,10 @@ def test_files_that_are_not_there_are_the_users_mistake(tmp_path: Path):
 
 def test_what_was_made_is_kept_and_keys_are_for_their_owner(tmp_path: Path):
     first = certs.make(tmp_path, hosts=["h.example"], nodes=["n1"])
-    assert {path.name for path in first} == {"ca", "orchestrator", "node-n1"}
+    assert {path.name for path in first.made} == {"ca", "orchestrator", "node-n1"}
     key = (tmp_path / "node-n1" / "tls.key").read_bytes()
     again = certs.make(tmp_path, hosts=["h.example"], nodes=["n1", "n2"])
-    assert [path.name for path in again] == ["node-n2"]
+    assert [path.name for path in again.made] == ["node-n2"]
     assert (tmp_path / "node-n1" / "tls.key").read_bytes() == key
     for path in tmp_path.rglob("*.key"):
         assert path.stat().st_mode & 0o077 == 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from keepstep import __version__, codec
+from keepstep import __version__, codec, tls
 from keepstep.cli import common_options
 from keepstep.cli.client import TLS_DIRECTORY, Client, Refusal, from_environment, secured
 from keepstep.cli.findings import Certificate, Facts, Finding, Level, Reached, judge, worst
@@ -177,10 +177,9 @@ def shown(url: str) -> Certificate | None:
 
 
 def certificate(path: Path) -> Certificate:
-    """When a PEM file's certificate expires. The one place that reads one: no chain is checked."""
+    """When a PEM file's certificate expires. No chain is checked."""
     try:
-        decoded = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]
-        return Certificate(str(path), ssl.cert_time_to_seconds(decoded["notAfter"]))
+        return Certificate(str(path), ssl.cert_time_to_seconds(tls.read(path)["notAfter"]))
     except (OSError, ValueError, KeyError) as error:
         return Certificate(str(path), problem=f"cannot be read: {error}")
 
