@@ -82,7 +82,7 @@ class Prometheus:
         config = config.replace('"node-1:9309", "node-2:9309"', json.dumps(agents)[1:-1])
         config = config.replace("_interval: 15s", "_interval: 1s")
         (directory / "prometheus.yml").write_text(config, encoding="utf-8")
-        (directory / "keepstep-token").write_text(token, encoding="utf-8")
+        (directory / "viewer-token").write_text(token, encoding="utf-8")
         shutil.copy(RULES / "keepstep.rules.yml", directory)
         self.port = free_port()
         self._log = (directory / "log").open("wb")
@@ -389,7 +389,7 @@ def test_the_rules_are_sound_and_fire_when_they_should():
 def test_the_example_configuration_is_sound(tmp_path: Path):
     for path in RULES.glob("*.yml"):
         shutil.copy(path, tmp_path)
-    (tmp_path / "keepstep-token").write_text(TOKEN, encoding="utf-8")
+    (tmp_path / "viewer-token").write_text(TOKEN, encoding="utf-8")
     assert "SUCCESS" in promtool("check", "config", "prometheus.yml", where=tmp_path)
 
 

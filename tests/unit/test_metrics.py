@@ -321,6 +321,17 @@ def test_every_alert_leads_to_its_section_of_the_runbook():
     assert set(alerts) <= set(titles)
 
 
+def test_prometheus_and_alertmanager_are_given_tokens_that_can_do_little():
+    scraping = (ROOT / "deploy/prometheus/prometheus.yml").read_text(encoding="utf-8")
+    assert re.findall(r"credentials_file: (\S+)", scraping) == ["viewer-token"]
+    assert "--role viewer" in scraping
+    assert "scheme: https" in scraping
+    guide = (ROOT / "docs/operating.md").read_text(encoding="utf-8")
+    assert re.findall(r"credentials_file: (\S+)", guide) == ["webhook-token"]
+    assert "--role viewer" in guide
+    assert "--role webhook" in guide
+
+
 def test_the_dashboard_is_whole_and_nothing_lies_over_anything_else():
     board = json.loads((ROOT / "deploy/grafana/keepstep.json").read_text(encoding="utf-8"))
     panels = board["panels"]
