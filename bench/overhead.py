@@ -85,10 +85,10 @@ class Arm:
     def freeze(self) -> None:
         # Looked up once per turn of the whole cluster only: a look through /proc costs time.
         self.pids = self.pids or self.processes()
-        _signal_all(self.pids, signal.SIGSTOP)
+        signal_all(self.pids, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        _signal_all(self.pids, signal.SIGCONT)
+        signal_all(self.pids, signal.SIGCONT)
 
     def run(self, steps: int, lead: int = LEAD_STEPS) -> float:
         """One block, from thaw to freeze; its seconds, without the hand-over."""
@@ -443,7 +443,7 @@ def _read_line(connection: socket.socket) -> dict[str, Any]:
     return plain
 
 
-def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
+def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
         try:
             os.kill(pid, number)

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from bench.launch import KEPT, MARK, Host, Launch, python_path
 from bench.plan import Plan
-from bench.workload.log import GATE
+from bench.workload.log import GATE, TURN
 from keepstep.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ def environment_of(plan: Plan, more: Mapping[str, str] | None = None) -> dict[st
         **KEPT,
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         MARK: plan.directory,
-        **{name: os.environ[name] for name in (GATE,) if name in os.environ},
+        **{name: os.environ[name] for name in (GATE, TURN) if name in os.environ},
         **(more or {}),
     }
 

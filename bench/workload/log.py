@@ -10,7 +10,8 @@ alike.
     {"k": "end", "s": 100, "t": …, "digest": "…", "loss": 2.1, "windows": 7264}
 
 bench.steady sets KSBENCH_GATE, the path of a socket: then each step also passes a gate, at which
-the driver lets arms run in turns. Without it there is none.
+the driver lets arms run in turns. bench.turns does the same by KSBENCH_TURN, where ranks may die in
+between. Without either there is none.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-GATE, CLOCK, HOST = "KSBENCH_GATE", "KSBENCH_CLOCK", "KSBENCH_HOST"
+from bench.workload.turn import Pause, Turn
+
+GATE, TURN = "KSBENCH_GATE", "KSBENCH_TURN"
+CLOCK, HOST = "KSBENCH_CLOCK", "KSBENCH_HOST"
 WALL = "wall"
-Pause = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def now_ns() -> int:
@@ -46,6 +49,7 @@ class TruthLog:
             from bench.overhead_worker import Gate
 
             self._gate = Gate(path, rank, pause)
+        self._turn = Turn(path, rank, pause) if (path := os.environ.get(TURN)) else None
 
     def start(self) -> None:
         # A line that a dead predecessor left unfinished must not swallow ours.
@@ -71,6 +75,8 @@ class TruthLog:
         )
         if self._gate is not None:
             self._gate.passed()
+        if self._turn is not None:
+            self._turn.passed(number + 1)
 
     def end(self, steps: int, digest: str, loss: float, windows: int) -> None:
         """Training is over here."""

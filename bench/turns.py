@@ -1,0 +1,300 @@
+"""Completion under kills, against the bare engine on a machine whose pace changes by the minute.
+
+    python -m bench.turns --arms keepstep,torchft:tuned [--workload ddp] [--steps 500]
+
+`python -m bench run` makes one run after another: on a machine that others share, the second may be
+a quarter slower for reasons that are nobody's merit. Here three jobs live side by side and take
+turns as in bench.overhead, in blocks of about a second: A bare, B the arm, C bare again as the
+control, there and back. Whoever is not at turn is stopped with all that belongs to it. Only B is
+struck, by the schedule of the scenario, on a clock that runs in its own blocks alone; a block with
+a strike ends when its steps are in, however long that takes, and nothing is stopped meanwhile.
+
+The figure is the arm's seconds for all blocks over the bare engine's for the same steps. No block
+is left out. What the machine gives one of them it gives the others, too: the control tells how far
+that is true. All jobs train to the same step: samples and weights are judged as in `bench run`.
+Exit 0 only if every arm came to the end and each control is within 2%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import figures, overhead, record, rig, scenario, truth
+from bench.arms.arm import Arm, load
+from bench.harness import Follower
+from bench.launch import Local, end_marked, marked
+from bench.plan import Plan
+from bench.steady import thaw, wait_idle
+from bench.turn_line import Seats
+from bench.workload.log import TURN
+from bench.workload.order import Order
+from keepstep.errors import KeepstepError, Permanent
+
+BLOCK_STEPS, LEAD_STEPS = 5, 1
+"""About a second of 200 ms each, and one before them that does not count: caches are cold."""
+WARM_STEPS = 10
+CONTROL_OFF_MAX = 0.02
+STRIKE_SHARE = 0.25
+"""Into a block, by the blocks before: nobody is through with it yet."""
+BLOCK_SECONDS_MAX, START_SECONDS_MAX, END_SECONDS_MAX = 180.0, 240.0, 60.0
+KINDS = ("kill",)
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A strike as it was carried out."""
+
+    at: float
+    """On the clock of the truth."""
+    planned: float
+    """Seconds of the arm's own."""
+    rank: int
+    pid: int
+
+
+@dataclass
+class Job:
+    """One job that takes its turns."""
+
+    name: str
+    arm: Arm
+    plan: Plan
+    seats: Seats
+    done: int = 0
+    """Steps that all have made."""
+    seconds: float = 0.0
+    """In blocks, up to now."""
+    strikes: list[Struck] = field(default_factory=list)
+
+    def processes(self) -> list[int]:
+        return list(marked(self.plan.directory))
+
+    def freeze(self) -> None:
+        """Also what is started while others are being stopped."""
+        stopped: set[int] = set()
+        while new := set(self.processes()) - stopped:
+            overhead.signal_all(sorted(new), signal.SIGSTOP)
+            stopped |= new
+
+    def go(self, steps: int, strike: scenario.Strike | None = None, after: float = 0.0) -> float:
+        """So many steps more; the seconds that they took."""
+        self.done += steps
+        began = time.monotonic()
+        self.seats.let_until(self.done)
+        deadline, due = began + BLOCK_SECONDS_MAX, began + after
+        while (at := self.seats.all_there()) is None:
+            now = time.monotonic()
+            if strike is not None and now >= due and (pid := self.seats.pid_of(strike.rank)):
+                os.kill(pid, signal.SIGKILL)
+                self.strikes.append(Struck(now, strike.at, strike.rank, pid))
+                strike = None
+            if now > deadline:
+                raise Permanent(f"{self.name}: step {self.done} is not there after {now - began} s")
+            if why := self.arm.ended() if now - began > 5.0 else "":
+                raise Permanent(f"{self.name} ended at step {self.done}: {why}")
+            self.seats.hear(0.02 if strike is not None else 0.5)
+        return at - began
+
+    def turn(self, strike: scenario.Strike | None = None, after: float = 0.0) -> float:
+        """One block, from thaw to freeze; its seconds, without the hand-over."""
+        thaw(self.processes())
+        self.go(LEAD_STEPS)
+        seconds = self.go(BLOCK_STEPS, strike, after)
+        self.freeze()
+        self.seconds += seconds
+        return seconds
+
+    def finish(self) -> dict[str, Any]:
+        """To the last step, and what came of it."""
+        thaw(self.processes())
+        self.go(self.plan.steps - self.done)
+        self.seats.let_until(self.plan.steps + 1)
+        follower = Follower(self.plan.truth, self.plan.world)
+        deadline = time.monotonic() + END_SECONDS_MAX
+        while len(follower.logs.ends) < self.plan.world and time.monotonic() < deadline:
+            self.seats.hear(0.1)
+            follower.look()
+        windows = max((end.windows for end in follower.logs.ends), default=0)
+        if not windows:
+            raise Permanent(f"{self.name}: no rank came to its end")
+        order = Order(windows, self.plan.world, self.plan.batch, self.plan.seed)
+        asked = truth.Asked(order, self.plan.steps)
+        found = asdict(truth.evaluate(follower.logs, asked, [s.at for s in self.strikes]))
+        return {name: value for name, value in found.items() if name not in ("began", "finished")}
+
+
+def main() -> int:
+    args = options()
+    print(f"machine {record.machine()}; seed {args.seed}")
+    runs: dict[str, Any] = {}
+    try:
+        for spec in args.arms.split(","):
+            try:
+                runs[spec] = measure(spec, args)
+            except (KeepstepError, OSError) as error:
+                # What is known of the others is not thrown away for it.
+                runs[spec] = {"failed": str(error)}
+            tell(spec, runs[spec])
+    except (KeyboardInterrupt, SystemExit):
+        print("interrupted: the arms that are complete are kept", flush=True)
+    if not runs:
+        return 2
+    name = "turns-quick" if args.quick else "turns"
+    print(f"raw results: {record.keep(name, {'options': vars(args), 'runs': runs})}")
+    whole = len(runs) == len(args.arms.split(","))
+    return 0 if whole and all(run.get("valid") for run in runs.values()) else 2
+
+
+def options(line: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.turns", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--arms", default="keepstep,torchft:tuned,checkpoint_restart:sync@20")
+    parser.add_argument("--scenario", default="kills", help="kills only: others need a clock")
+    parser.add_argument("--workload", default="ddp")
+    parser.add_argument("--size", default="3m")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=500, help="in blocks, of each job")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="a try-out; proves nothing")
+    args = parser.parse_args(line)
+    if args.quick:
+        args.steps = min(args.steps, 60)
+    return args
+
+
+def measure(spec: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One arm between two bare jobs."""
+    rounds = max(1, round(args.steps / (2 * BLOCK_STEPS)))
+    steps = 2 * WARM_STEPS + 2 * rounds * (LEAD_STEPS + BLOCK_STEPS) + 1
+    faults = scenario.schedule(scenario.read(args.scenario), args.ranks, 1e3, 1e4)
+    if any(fault.kind not in KINDS for fault in faults):
+        raise Permanent(f"{args.scenario}: only {', '.join(KINDS)} can be struck in turns")
+    if args.quick:
+        faults = faults[:1]
+    with ExitStack() as stack:
+        directory = stack.enter_context(rig.scratch("turns"))
+        jobs = [
+            stack.enter_context(started(name, arm, directory / name, args, steps))
+            for name, arm in (("bare", "bare"), ("arm", spec), ("control", "bare"))
+        ]
+        for job in jobs:
+            thaw(job.processes())
+            job.go(2 * WARM_STEPS)
+            job.freeze()
+        made = [one_round(jobs, number, faults) for number in range(rounds)]
+        truths = {job.name: job.finish() for job in jobs}
+        strikes = [asdict(strike) for strike in jobs[1].strikes]
+    return judged(made, truths, strikes, args) | {"settings": load(spec).settings}
+
+
+def one_round(
+    jobs: Sequence[Job], number: int, faults: list[scenario.Strike]
+) -> dict[str, float | list[float]]:
+    """There and back. The two bare jobs change places from round to round."""
+    bare, arm, control = jobs
+    outer, inner = (bare, control) if number % 2 == 0 else (control, bare)
+    blocks: dict[str, list[float]] = {job.name: [] for job in jobs}
+    struck = len(arm.strikes)
+    for job in (outer, arm, inner, inner, arm, outer):
+        due = faults[0] if job is arm and faults and faults[0].at <= arm.seconds else None
+        usual = figures.median([s for all_ in blocks.values() for s in all_] or [1.0])
+        blocks[job.name].append(job.turn(due, STRIKE_SHARE * usual))
+        if due is not None and len(arm.strikes) > struck:
+            struck += 1
+            faults.pop(0)
+    sums: dict[str, float | list[float]] = {name: sum(times) for name, times in blocks.items()}
+    return sums | {"blocks": blocks["arm"], "strikes": float(struck)}
+
+
+def judged(
+    rounds: Sequence[dict[str, Any]],
+    truths: dict[str, dict[str, Any]],
+    strikes: Sequence[dict[str, Any]],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    bare = [r["bare"] for r in rounds]
+    ratio = figures.ratio_of_sums([r["arm"] for r in rounds], bare, args.seed)
+    control = figures.ratio_of_sums([r["control"] for r in rounds], bare, args.seed)
+    weights = {tuple(sorted(set(found["digests"].values()))) for found in truths.values()}
+    return {
+        "steps": 2 * BLOCK_STEPS * len(rounds),
+        "seconds": {name: round(sum(r[name] for r in rounds), 3) for name in truths},
+        "ratio": [ratio.value, ratio.upper, ratio.low, ratio.high],
+        "control": [control.value, control.upper, control.low, control.high],
+        "valid": abs(control.value - 1) <= CONTROL_OFF_MAX,
+        "weights_equal": len(weights) == 1 and len(weights.pop()) == 1,
+        "strikes": strikes,
+        "rounds": rounds,
+        "truths": truths,
+    }
+
+
+def tell(spec: str, run: dict[str, Any]) -> None:
+    if "failed" in run:
+        print(f"{spec}: {run['failed']}", flush=True)
+        return
+    value, _, low, high = run["ratio"]
+    found = run["truths"]["arm"]
+    print(
+        f"{spec}: {run['steps']} steps, {len(run['strikes'])} strikes: {value:.3f} x bare "
+        f"[{low:.3f}, {high:.3f}], control {run['control'][0]:.3f}; {found['recomputed']} steps "
+        f"again, {found['lost']} samples lost, {found['doubled']} doubled, weights "
+        f"{'equal' if run['weights_equal'] else 'differ'}"
+        f"{'' if run['valid'] else ': invalid, the control is off'}",
+        flush=True,
+    )
+
+
+@contextmanager
+def started(
+    name: str, spec: str, room: Path, args: argparse.Namespace, steps: int
+) -> Iterator[Job]:
+    """One job at its first halt, stopped."""
+    arm = load(spec)
+    plan = Plan(args.workload, args.size, args.ranks, steps, seed=args.seed, directory=str(room))
+    if why := arm.refuses(plan):
+        raise Permanent(f"{spec}: {why}")
+    plan.write()
+    path = room.parent / f"{name}.turn"
+    os.environ[TURN] = str(path)
+    try:
+        with Seats(path, plan.world) as seats:
+            job = Job(name, arm, plan, seats)
+            try:
+                arm.start(plan, Local())
+                wait_all(job)
+                # Spares get warm, stores settle: the method must not measure a start.
+                wait_idle(job)
+                job.freeze()
+                yield job
+            finally:
+                # Stopped processes do not end when they are told to.
+                thaw(job.processes())
+                arm.stop()
+                end_marked(plan.directory)
+    finally:
+        os.environ.pop(TURN, None)
+
+
+def wait_all(job: Job) -> None:
+    """Until every rank has made a step, and waits."""
+    deadline = time.monotonic() + START_SECONDS_MAX
+    while not job.seats.all_began():
+        if why := job.arm.ended():
+            raise Permanent(f"{job.name} ended before it began: {why}")
+        if time.monotonic() > deadline:
+            raise Permanent(f"{job.name}: not all ranks came in {START_SECONDS_MAX:.0f} s")
+        job.seats.hear(0.5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Turns of a bench: who is waited for, and who is not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import pytest
+
+from bench import turns
+from bench.turn_line import Seats
+from bench.workload.turn import Turn
+
+SECONDS_MAX = 10.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "turn"
+
+
+@pytest.fixture
+def seats(path: Path) -> Iterator[Seats]:
+    with Seats(path, 2) as made:
+        yield made
+
+
+class Rank:
+    """A rank that makes steps from some number on, as fast as it is let."""
+
+    def __init__(self, path: Path, rank: int, first: int = 0) -> None:
+        self.made = first
+        self._turn = Turn(str(path), rank, nullcontext)
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+
+    def _train(self) -> None:
+        try:
+            while True:
+                self.made += 1
+                self._turn.passed(self.made)
+        except OSError:
+            self._turn.close()
+
+    def die(self) -> None:
+        with suppress(OSError):
+            self._turn._line.shutdown(socket.SHUT_RDWR)
+        self._thread.join(SECONDS_MAX)
+        assert not self._thread.is_alive()
+
+
+def hear_until(seats: Seats, holds: Callable[[], bool], what: str) -> None:
+    for _ in range(int(SECONDS_MAX / 0.01)):
+        if holds():
+            return
+        seats.hear(0.01)
+    raise AssertionError(f"waited {SECONDS_MAX} s for {what}")
+
+
+def there(seats: Seats) -> bool:
+    return seats.all_there() is not None
+
+
+def test_all_stop_where_they_may_go_and_go_on_when_they_are_let(seats: Seats, path: Path):
+    ranks = [Rank(path, 0), Rank(path, 1)]
+    hear_until(seats, seats.all_began, "both to begin")
+    assert [rank.made for rank in ranks] == [1, 1]
+    for until in (5, 6, 20):
+        seats.let_until(until)
+        assert not there(seats)
+        hear_until(seats, lambda: there(seats), "both")
+        assert [rank.made for rank in ranks] == [until, until]
+    for rank in ranks:
+        rank.die()
+
+
+def test_who_takes_over_a_rank_stops_with_the_others(seats: Seats, path: Path):
+    ranks = [Rank(path, 0), Rank(path, 1)]
+    hear_until(seats, seats.all_began, "both to begin")
+    ranks[1].die()
+    hear_until(seats, lambda: not seats.pid_of(1), "the end of rank 1")
+    seats.let_until(9)
+    heir = Rank(path, 1, first=3)
+    hear_until(seats, lambda: there(seats) and bool(seats.pid_of(1)), "both")
+    assert (ranks[0].made, heir.made) == (9, 9)
+    for rank in (ranks[0], heir):
+        rank.die()
+
+
+def test_one_that_is_still_being_started_holds_nobody_up(seats: Seats, path: Path):
+    ranks = [Rank(path, 0), Rank(path, 1)]
+    hear_until(seats, seats.all_began, "both to begin")
+    ranks[1].die()
+    late = Turn(str(path), 1, nullcontext)
+    hear_until(seats, lambda: 1 in seats._seats, "the one that comes late")
+    seats.let_until(4)
+    hear_until(seats, lambda: there(seats), "rank 0 alone")
+    assert not seats.pid_of(1), "nobody to be struck"
+    late.close()
+    ranks[0].die()
+
+
+def test_steps_that_are_made_again_are_waited_for(seats: Seats, path: Path):
+    ranks = [Rank(path, 0), Rank(path, 1)]
+    hear_until(seats, seats.all_began, "both to begin")
+    seats.let_until(8)
+    hear_until(seats, lambda: there(seats), "both")
+    for rank in ranks:
+        rank.die()
+    hear_until(seats, lambda: not there(seats), "their end")
+    again = [Rank(path, rank, first=2) for rank in (0, 1)]
+    hear_until(seats, lambda: there(seats) and seats.all_began(), "both again")
+    assert [rank.made for rank in again] == [8, 8]
+    for rank in again:
+        rank.die()
+
+
+def test_the_arm_is_judged_by_the_bare_job_of_its_rounds():
+    args = turns.options([])
+    rounds = [{"bare": 2.0, "arm": 2.2, "control": 2.0 + n % 2 * 0.02} for n in range(10)]
+    weights = {"digests": {0: "a", 1: "a"}}
+    truths = {"bare": weights, "arm": weights, "control": weights}
+    found = turns.judged(rounds, truths, [], args)
+    assert found["ratio"][0] == pytest.approx(1.1)
+    assert (found["valid"], found["weights_equal"], found["steps"]) == (True, True, 100)
+    rounds = [one | {"control": 2.1} for one in rounds]
+    other = {"digests": {0: "a", 1: "b"}}
+    found = turns.judged(rounds, {**truths, "arm": other}, [], args)
+    assert (found["valid"], found["weights_equal"]) == (False, False)
