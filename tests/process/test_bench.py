@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import scenario, steady
+from bench import scenario, steady, turns
 from bench.arms.arm import ROOT, load
 from bench.harness import Limits, Run
 from bench.launch import Host, Local, Ssh, marked, python_path
@@ -94,6 +94,20 @@ def test_checkpoint_restart_computes_steps_again_and_loses_no_sample(tmp_path):
         assert (rolled["truth"]["lost"], rolled["truth"]["doubled"]) == (0, 0)
     assert anew["truth"]["recomputed"] >= finished_before_the_strike(anew) > 2, "it began again"
     assert loaded["truth"]["recomputed"] <= 2, "it began where it had saved"
+
+
+def test_a_rank_is_killed_at_its_jobs_turn_and_all_train_to_the_same_weights(tmp_path):
+    file = tmp_path / "soon.toml"
+    file.write_text('[[strike]]\nseconds = 0.5\nkind = "kill"\nrank = 1\n')
+    line = ["--steps", "60", "--size", "1m", "--ranks", "2", "--scenario", str(file)]
+    found = turns.measure("keepstep", turns.options(line))
+    [strike] = found["strikes"]
+    assert (strike["rank"], found["steps"]) == (1, 60)
+    truth = found["truths"]["arm"]
+    assert (truth["recomputed"], truth["lost"], truth["doubled"]) == (0, 0, 0)
+    assert found["weights_equal"]
+    assert found["seconds"]["arm"] > found["seconds"]["bare"], "the pause is in its time"
+    assert 0.5 < found["control"][0] < 2.0
 
 
 def test_the_cost_while_nothing_breaks_is_measured_against_two_bare_jobs():
