@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench import campaign, page, record, tables
+from bench import agreement, campaign, page, record, tables
 from bench.plan import BATCH
 from bench.scenario import names
 from keepstep.errors import KeepstepError
@@ -82,20 +82,25 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    both = [tables.groups([record.read(path)], True) for path in (args.first, args.second)]
-    lines = tables.compared(*both)
+    both = [
+        tables.groups([record.read(path)], tables.Times.QUIET) for path in (args.first, args.second)
+    ]
+    lines = agreement.compared(*both)
     disturbed = [sum(group.runs - group.quiet for group in found) for found in both]
     if any(disturbed):
         print(f"disturbed runs, whose times are left out: {disturbed[0]} and {disturbed[1]}")
     print("\n".join(lines) or "they have no row in common")
-    return 1 if any("DIFFERS" in line for line in lines) else 0 if lines else 2
+    code = agreement.verdict(lines)
+    if code == 2:
+        print("nothing could be compared: that is no agreement")
+    return code
 
 
 def _table(args: argparse.Namespace) -> int:
     files = args.files or fit_files()
     results = [record.read(path) for path in files]
     if args.write is None:
-        print(tables.terminal(tables.groups(results)))
+        print(tables.terminal(tables.apart(results)))
         return 0
     names_ = [f"bench/results/{path.name}" for path in files]
     text = args.write.read_text(encoding="utf-8")

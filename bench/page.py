@@ -35,7 +35,7 @@ svg { background: #fafafa; border: 1px solid #e4e4e4; }
 
 
 def page(result: Mapping[str, Any], source: str) -> str:
-    found = tables.groups([result])
+    found = tables.apart([result])
     parts = [
         "<!doctype html><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width'>",
@@ -48,7 +48,8 @@ def page(result: Mapping[str, Any], source: str) -> str:
     for case in result["cases"]:
         workload = tables.workload_name(result, case)
         mine = [g for g in found if (g.scenario, g.workload) == (case["scenario"], workload)]
-        colours = dict(zip((g.arm for g in mine), itertools.cycle(COLOURS), strict=False))
+        arms = dict.fromkeys(g.arm for g in mine)
+        colours = dict(zip(arms, itertools.cycle(COLOURS), strict=False))
         parts.append(f"<h2>{_safe(case['title'])} <small>{_safe(workload)}</small></h2>")
         parts.append(f"<p class='note'>{_safe(case['why'])}</p>")
         parts += [_table(mine), progress(case, colours), bars(mine, colours), dots(mine, colours)]
@@ -57,8 +58,9 @@ def page(result: Mapping[str, Any], source: str) -> str:
 
 def _facts(result: Mapping[str, Any], source: str) -> str:
     machine, versions = result["machine"], result["versions"]
+    commit, plus, changes = result["commit"].partition("+")
     told = [
-        f"{result['at']}, commit {result['commit'][:12]}, raw file {source}",
+        f"{result['at']}, commit {commit[:12]}{plus}{changes}, raw file {source}",
         f"{machine['cores']} cores of {machine['cpu']}, {machine['memory']}",
         f"kernel {machine['kernel']}, load at the end {machine['load'][0]:.1f}",
         ", ".join(f"{name} {version}" for name, version in versions.items()),
@@ -69,18 +71,10 @@ def _facts(result: Mapping[str, Any], source: str) -> str:
 def _table(mine: Sequence[tables.Group]) -> str:
     heads = "".join(f"<th>{_safe(head)}</th>" for _, head in tables.COLUMNS)
     rows = []
-    notes = []
-    for group in mine:
-        if group.refused:
-            notes.append(f"{group.arm}: not run: {group.refused}")
-            continue
-        if group.outcome:
-            notes.append(f"{group.arm}: failed: {group.outcome}")
-        notes += [f"{group.arm}: {note}" for note in (*group.notes, *group.noise)]
-        row = tables.cells(group)
+    for row in (tables.cells(group) for group in mine if not group.refused):
         cells = "".join(f"<td>{_safe(row[name])}</td>" for name, _ in tables.COLUMNS)
         rows.append(f"<tr>{cells}</tr>")
-    told = "".join(f"<p class='note'>{_safe(note)}</p>" for note in notes)
+    told = "".join(f"<p class='note'>{_safe(note)}</p>" for note in tables.told_beside(mine))
     return f"<div class='wide'><table><tr>{heads}</tr>{''.join(rows)}</table></div>{told}"
 
 
@@ -126,13 +120,12 @@ def bars(mine: Sequence[tables.Group], colours: Mapping[str, str]) -> str:
         assert spread is not None, "filtered above"
         y, colour = 10 + 26 * number, colours[group.arm]
         length = (WIDTH - 290) * spread.middle / most
-        doubt = "" if group.quiet else f" ({tables.UNQUIET})"
         low, high = (200 + (WIDTH - 290) * v / most for v in (spread.low, spread.high))
         shapes += [
-            f"<text x='194' y='{y + 13}' text-anchor='end'>{_safe(group.arm)}</text>",
+            f"<text x='194' y='{y + 13}' text-anchor='end'>{_safe(group.label)}</text>",
             f"<rect x='200' y='{y}' width='{length:.1f}' height='18' fill='{colour}'/>",
             f"<line x1='{low:.1f}' x2='{high:.1f}' y1='{y + 9}' y2='{y + 9}' stroke='#000'/>",
-            f"<text x='{high + 6:.1f}' y='{y + 13}'>{spread.middle:.2f}{doubt}</text>",
+            f"<text x='{high + 6:.1f}' y='{y + 13}'>{spread.middle:.2f}</text>",
         ]
     return _svg("Time to complete, by the bare engine without faults", height, shapes)
 
@@ -157,7 +150,7 @@ def dots(mine: Sequence[tables.Group], colours: Mapping[str, str]) -> str:
     ]
     for number, group in enumerate(rows):
         y, colour = 20 + 26 * number, colours[group.arm]
-        shapes.append(f"<text x='194' y='{y + 4}' text-anchor='end'>{_safe(group.arm)}</text>")
+        shapes.append(f"<text x='194' y='{y + 4}' text-anchor='end'>{_safe(group.label)}</text>")
         shapes += [
             f"<circle cx='{x(p):.1f}' cy='{y}' r='4' fill='{colour}' fill-opacity='0.6'/>"
             for p in group.pauses

@@ -12,13 +12,13 @@ is told of all runs: noise excuses no wrong bit.
 
 from __future__ import annotations
 
+import enum
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench import figures
+from bench import figures, notes
 from bench.plan import BATCH
 
 MEASURE = 2
@@ -34,6 +34,14 @@ SAMPLES = ", batch "
 SHORT = ", short runs"
 """Behind the workload's name: what a try-out says is never mixed with measurements."""
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+
+class Times(enum.Enum):
+    """Of which runs times are told."""
+
+    ALL = enum.auto()
+    QUIET = enum.auto()
+    NOISY = enum.auto()
 
 
 Run = Mapping[str, Any]
@@ -101,10 +109,16 @@ class Group:
     notes: tuple[str, ...] = ()
     """What else has to be said about these runs."""
     refused: str = ""
+    noisy: bool = False
+    """A row of times only, those of its disturbed runs."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.arm} ({UNQUIET})" if self.noisy else self.arm
 
     @property
     def noise(self) -> tuple[str, ...]:
-        """Why its times may say nothing."""
+        """Why it has fewer times than runs, or none."""
         many = self.runs - self.quiet
         return (f"{many} of {self.runs} runs {UNQUIET}",) if many else ()
 
@@ -123,23 +137,26 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(figures.median(known), min(known), max(known), len(known))
 
 
-def groups(results: Sequence[Mapping[str, Any]], only_quiet: bool = False) -> list[Group]:
+def groups(results: Sequence[Mapping[str, Any]], times: Times = Times.ALL) -> list[Group]:
     """Of one or several raw results; arms in the order in which they were first run.
 
-    `only_quiet`: times are those of quiet runs, and of nobody if there were none.
+    `times`: of which runs; of nobody if there were none such.
     """
     rows: dict[tuple[str, str, str], list[Pair]] = {}
     refused: dict[tuple[str, str, str], str] = {}
+    cases: dict[tuple[str, str, str], Mapping[str, Any]] = {}
     for result in results:
         for case in result["cases"]:
             workload = workload_name(result, case)
             for run, bare in pairs_of(case):
-                rows.setdefault((case["scenario"], workload, run["arm"]), []).append((run, bare))
+                key = (case["scenario"], workload, run["arm"])
+                rows.setdefault(key, []).append((run, bare))
+                cases[key] = case
             for arm, why in case["refused"].items():
                 refused[case["scenario"], workload, arm] = why
-    found = [_group(key, pairs, only_quiet) for key, pairs in rows.items()]
+    found = [_group(key, pairs, times, cases[key]) for key, pairs in rows.items()]
     found += [
-        replace(_group(key, (), only_quiet), refused=why)
+        replace(_group(key, (), times, {}), refused=why)
         for key, why in refused.items()
         if key not in rows
     ]
@@ -209,12 +226,26 @@ def spoken(workload: str) -> str:
     return f"{name} ranks{apart}{batch}{short}"
 
 
-def _group(key: tuple[str, str, str], pairs: Sequence[Pair], only_quiet: bool) -> Group:
+def apart(results: Sequence[Mapping[str, Any]]) -> list[Group]:
+    """For reading: times of quiet runs, and behind an arm's row those of its disturbed ones."""
+    found = []
+    for calm, noisy in zip(groups(results, Times.QUIET), groups(results, Times.NOISY), strict=True):
+        found.append(calm)
+        if noisy.seconds is not None:
+            found.append(replace(noisy, noisy=True))
+    return found
+
+
+def _group(
+    key: tuple[str, str, str], pairs: Sequence[Pair], times: Times, case: Mapping[str, Any]
+) -> Group:
     runs = [run for run, _ in pairs]
     bad = [run["outcome"] for run in runs if run["outcome"] != "completed"]
     quiet = [pair for pair in pairs if is_quiet(pair)]
+    noisy = [pair for pair in pairs if not is_quiet(pair)]
+    asked = {Times.ALL: pairs, Times.QUIET: quiet, Times.NOISY: noisy}[times]
     # One that counts for nothing may have times: who was struck less is sooner through.
-    timed = [pair for pair in (quiet if only_quiet else pairs) if all(map(is_done, pair))]
+    timed = [pair for pair in asked if all(map(is_done, pair))]
     done = [run["truth"] for run in runs if run["outcome"] == "completed"]
     truths = [run["truth"] for run in runs]
     same = {
@@ -247,7 +278,7 @@ def _group(key: tuple[str, str, str], pairs: Sequence[Pair], only_quiet: bool) -
         len(quiet),
         spread(run.get("others_share") for run in runs),
         spread(slower(run, bare) for run, bare in pairs),
-        tuple(_notes(pairs)),
+        tuple(notes.of(runs, case)),
     )
 
 
@@ -267,39 +298,6 @@ def _step_ratio(run: Run, bare: Run | None) -> float | None:
     return mine / its if mine and its else None
 
 
-def _notes(pairs: Sequence[Pair]) -> Iterator[str]:
-    runs = [run for run, _ in pairs]
-    differ = sum(run["truth"]["disagreements"] for run in runs)
-    if differ:
-        yield f"ranks saw different gradients in {differ} steps"
-    nobody = sum(1 for run in runs for strike in run["strikes"] if not strike["pid"])
-    if nobody:
-        yield f"{nobody} strikes found nobody"
-    missed = sum(map(missed_strikes, runs))
-    if missed:
-        yield f"it was through before {missed} strikes that others met"
-    deaths = sum(map(unmeant_starts, runs))
-    if deaths:
-        yield f"ranks were started {deaths} times more than strikes explain"
-    yield from (run["striker_failed"] for run in runs if run.get("striker_failed"))
-
-
-def missed_strikes(run: Run) -> int:
-    """Of those within the length of the fault-free run. Later ones only who is slow meets."""
-    if run["outcome"] != "completed":
-        return 0
-    wanted = [s for s in run.get("planned", ()) if s["at"] <= run["nominal_seconds"]]
-    return max(0, len(wanted) - len(run["strikes"]))
-
-
-def unmeant_starts(run: Run) -> int:
-    """A strike starts each rank once at most, however a system goes about it. More are deaths that
-    nobody meant, and that nobody would see otherwise."""
-    strikes = sum(1 for strike in run["strikes"] if strike["pid"])
-    times = Counter(rank for rank, _ in run.get("starts", ()))
-    return sum(max(0, count - 1 - strikes) for count in times.values())
-
-
 def _same(mine: Mapping[str, str], its: Mapping[str, str]) -> str:
     """Rank by rank, because a digest is of what that rank holds. Of a rank without an end nothing
     is known."""
@@ -315,7 +313,7 @@ COLUMNS = (
     ("done", "done"),
     ("seconds", "seconds"),
     ("to_bare", "x bare"),
-    ("goodput", "goodput"),
+    ("goodput", "samples/s x bare"),
     ("strikes", "strikes"),
     ("pause", "pause p50/p95/max s"),
     ("recomputed", "recomp."),
@@ -331,13 +329,15 @@ COLUMNS = (
     ("slower", "slower"),
 )
 
+NOISY_COLUMNS = ("arm", "seconds", "to_bare", "goodput", "pause", "step")
+
 
 def cells(group: Group) -> dict[str, str]:
     def told(value: Spread | None, digits: int = 2) -> str:
         return "-" if value is None else value.text(digits)
 
-    return {
-        "arm": group.arm,
+    row = {
+        "arm": group.label,
         "done": f"{group.completed}/{group.runs}",
         "seconds": told(group.seconds, 1),
         "to_bare": told(group.to_bare, 3),
@@ -359,6 +359,10 @@ def cells(group: Group) -> dict[str, str]:
         "others": told(group.others),
         "slower": told(group.slower),
     }
+    if group.noisy:
+        # What is told of all runs stands in the arm's own row.
+        row = {name: text if name in NOISY_COLUMNS else "" for name, text in row.items()}
+    return row
 
 
 def _percent(share: Spread | None) -> str:
@@ -381,11 +385,17 @@ def terminal(found: Sequence[Group]) -> str:
         width = {name: max(len(row[name]) for row in rows) for name, _ in COLUMNS}
         lines = [f"{key[0]}, {key[1]}"]
         lines += ["  ".join(row[name].ljust(width[name]) for name, _ in COLUMNS) for row in rows]
-        lines += [f"{g.arm}: not run: {g.refused}" for g in mine if g.refused]
-        lines += [f"{g.arm}: failed: {g.outcome}" for g in mine if g.outcome]
-        lines += [f"{g.arm}: {note}" for g in mine for note in (*g.notes, *g.noise)]
+        lines += told_beside(mine)
         parts.append("\n".join(line.rstrip() for line in lines))
     return "\n\n".join(parts)
+
+
+def told_beside(mine: Sequence[Group]) -> list[str]:
+    """What has to be said under a table."""
+    own = [g for g in mine if not g.noisy]
+    lines = [f"{g.arm}: not run: {g.refused}" for g in own if g.refused]
+    lines += [f"{g.arm}: failed: {g.outcome}" for g in own if g.outcome]
+    return lines + [f"{g.arm}: {note}" for g in own for note in (*g.notes, *g.noise)]
 
 
 README_COLUMNS = (
@@ -397,7 +407,7 @@ README_HEADS = {
     "done": "runs completed (quiet)",
     "strikes": "strikes met",
     "to_bare": "time, by the bare engine without faults",
-    "goodput": "goodput",
+    "goodput": "samples in the model per second, by the bare engine",
     "pause": "pause p50 / p95 / max, s",
     "again_share": "finished steps computed again",
     "lost_share": "samples lost",
@@ -430,16 +440,27 @@ def best_intervals(
         unknown = any(group.to_bare is None and not group.refused for group in family)
         costs = [cost(whole.get(g.arm, g) if unknown else g) for g in family]
         best.add(id(family[costs.index(min(costs))]))
-    swept = [
-        f"{name}: the best of every {', '.join(_intervals(family))} steps"
+    tried = [
+        _tried(name, [g for g in family if not g.refused], alone=_alone(name, families))
         for name, family in families.items()
-        if sum(not group.refused for group in family) > 1
     ]
-    return [g for g in mine if id(g) in best], "; ".join(swept)
+    return [g for g in mine if id(g) in best], "; ".join(filter(None, tried))
 
 
-def _intervals(family: Sequence[Group]) -> list[str]:
-    return [str(n) for n in sorted(int(g.arm.partition("@")[2]) for g in family)]
+def _alone(name: str, families: Iterable[str]) -> bool:
+    """Whether no other way to save was tried beside this one."""
+    system = name.partition(":")[0]
+    return sum(other.partition(":")[0] == system for other in families) == 1
+
+
+def _tried(name: str, family: Sequence[Group], alone: bool) -> str:
+    """Which intervals there were: what nobody compared with others may be a bad choice."""
+    steps = sorted(int(n) for g in family if (n := g.arm.partition("@")[2]))
+    if not steps:
+        return ""
+    every = f"every {', '.join(map(str, steps))} steps"
+    told = f"the best of {every}" if len(steps) > 1 else f"only {every} was tried"
+    return f"{name}: {told}{', and no other way to save' if alone else ''}"
 
 
 TIMES = ("to_bare", "goodput", "pause")
@@ -459,7 +480,7 @@ def why_unfit(result: Mapping[str, Any]) -> str:
 
 def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> str:
     """The README's tables; each names its raw files, and says if runs were short."""
-    found, everything = groups(results, only_quiet=True), groups(results)
+    found, everything = groups(results, Times.QUIET), groups(results)
     parts = []
     for scenario, workload in dict.fromkeys((g.scenario, g.workload) for g in found):
         mine, swept = best_intervals(
@@ -500,36 +521,3 @@ def replaced(text: str, table: str, marks: tuple[str, str] = (BEGIN, END)) -> st
     if not begin or not end:
         raise ValueError(f"no {marks[0]} … {marks[1]} in it")
     return f"{before}{begin}\n{table}\n{end}{after}"
-
-
-def compared(first: Sequence[Group], second: Sequence[Group], within: float = 0.15) -> list[str]:
-    """Do two results say the same? One line per common row, and one per ranking."""
-    lines, others = [], {(g.scenario, g.workload, g.arm): g for g in second}
-    for group in first:
-        other = others.get((group.scenario, group.workload, group.arm))
-        if other is None or group.refused or other.refused:
-            continue
-        name = f"{group.scenario}, {group.workload}, {group.arm}"
-        if group.outcome or other.outcome:
-            done = f"{group.completed} of {group.runs} and {other.completed} of {other.runs}"
-            alike = group.completed * other.runs == other.completed * group.runs
-            lines.append(f"{name}: {done} runs completed: {'same' if alike else 'DIFFERS'}")
-        if group.to_bare is None or other.to_bare is None:
-            continue
-        a, b = group.to_bare.middle, other.to_bare.middle
-        off = b / a - 1
-        verdict = "same" if abs(off) <= within else "DIFFERS"
-        lines.append(f"{name}: {a:.3f} and {b:.3f} x bare, {off:+.1%}: {verdict}")
-    for key in dict.fromkeys((g.scenario, g.workload) for g in first):
-        ranks = [ranking(some, key) for some in (first, second)]
-        common = [[arm for arm in one if all(arm in other for other in ranks)] for one in ranks]
-        if len(common[0]) > 1:
-            verdict = "same" if common[0] == common[1] else f"DIFFERS: {', '.join(common[1])}"
-            lines.append(f"{key[0]}, {key[1]}: ranking {', '.join(common[0])}: {verdict}")
-    return lines
-
-
-def ranking(found: Sequence[Group], key: tuple[str, str]) -> list[str]:
-    """Arms by completion time against bare, the fastest first; who did not complete is last."""
-    mine = [g for g in found if (g.scenario, g.workload) == key and not g.refused]
-    return [g.arm for g in sorted(mine, key=lambda g: g.to_bare.middle if g.to_bare else 1e9)]

@@ -123,6 +123,7 @@ class Truth:
     step_seconds: float
     """The median of steady steps."""
     loss: float | None
+    """Of the last step, the mean over all ranks; None if not every rank computed it."""
     digests: Mapping[int, str]
     """Of the weights at the end, by rank."""
     torn: int
@@ -155,7 +156,7 @@ def evaluate(logs: Logs, asked: Asked, strikes: Sequence[float]) -> Truth:
     wanted = {i for s in range(asked.steps) for r in range(asked.order.world)
               for i in asked.order.ids(s, r)}  # fmt: skip
     step_seconds = steady_step(times, strikes)
-    last = [line.loss for line in executions.get(asked.steps - 1, ())]
+    last = executions.get(asked.steps - 1, ())
     return Truth(
         began=began,
         steps=len(whole),
@@ -169,7 +170,7 @@ def evaluate(logs: Logs, asked: Asked, strikes: Sequence[float]) -> Truth:
         disagreements=disagreements(executions),
         pauses=tuple(pauses(times, strikes, step_seconds)),
         step_seconds=step_seconds,
-        loss=sum(last) / len(last) if last and complete else None,
+        loss=last_loss(last, asked.order.world) if complete else None,
         digests={end.rank: end.digest for end in logs.ends if end.steps == asked.steps},
         torn=logs.torn,
     )
@@ -231,6 +232,17 @@ def last_executions(lines: Iterable[Line]) -> dict[int, list[Line]]:
         newest = max(all_lines, key=lambda line: line.ended)
         found[step] = [line for line in all_lines if line.ended > newest.began]
     return found
+
+
+def last_loss(lines: Sequence[Line], world: int) -> float | None:
+    """Over ranks whose own samples are in the gradient: who only learned that others had finished
+    the step tells the loss of the one before. A mean over fewer ranks is one of other samples."""
+    own = {
+        line.rank: line.loss
+        for line in lines
+        if line.rank < len(line.marks) and line.marks[line.rank]
+    }
+    return sum(own.values()) / world if len(own) == world else None
 
 
 def samples_used(

@@ -289,7 +289,7 @@ def test_a_lost_host_is_an_exit_of_its_own_and_costs_no_case_that_is_complete(
     monkeypatch.setattr(Campaign, "_run", ran)
     monkeypatch.setattr("bench.record.keep", told)
     monkeypatch.setattr("bench.record.read", lambda path: kept[-1])
-    monkeypatch.setattr("bench.tables.groups", lambda results: [])
+    monkeypatch.setattr("bench.tables.apart", lambda results: [])
     monkeypatch.setattr("bench.page.page", lambda result, name: "")
     monkeypatch.setattr("bench.campaign.page_of", lambda path: tmp_path / "page.html")
     assert carry_out(jobs, args, "run").code == LOST

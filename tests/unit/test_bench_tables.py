@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import campaign, page, record, tables
+from bench import campaign, notes, page, record, tables
 from bench.plan import BATCH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,6 +142,25 @@ def test_what_others_took_is_told_and_nothing_is_left_out():
     assert "x: 1 of 1 runs disturbed" in tables.terminal([found])
 
 
+def test_disturbed_runs_stand_in_a_row_of_their_own_and_in_no_median():
+    quiet = (a_run("bare", 10.0), a_run("x", 12.0, pauses=[0.5]))
+    noisy = (a_run("bare", 10.0), {**a_run("x", 30.0, pauses=[9.0]), "others_share": 0.4})
+    rows = [g for g in tables.apart([a_result(quiet, noisy)]) if g.arm == "x"]
+    told = [tables.cells(group) for group in rows]
+    assert [cells["arm"] for cells in told] == ["x", "x (disturbed)"]
+    assert [cells["to_bare"] for cells in told] == ["1.200", "3.000"]
+    assert [cells["pause"][:4] for cells in told] == ["0.50", "9.00"]
+    assert [cells["done"] for cells in told] == ["2/2", ""], "what is told of all stands once"
+    text = tables.terminal(rows)
+    assert text.count("x: 1 of 2 runs disturbed") == 1
+    assert "2.100" not in text, "the median of both"
+    alone = tables.apart([a_result(noisy)])
+    assert [(g.label, g.to_bare is None) for g in alone if g.arm == "x"] == [
+        ("x", True),
+        ("x (disturbed)", False),
+    ]
+
+
 def readme_row(text, arm):
     """By the names of the columns."""
     cells = next(line for line in text.splitlines() if line.startswith(f"| {arm} |"))
@@ -165,7 +184,7 @@ def test_a_machine_that_is_or_may_be_another_than_for_the_bare_run_disturbs(pace
 def test_a_run_is_measured_by_the_bare_one_of_the_same_machine():
     slow = [{**a_run(arm, t), "pace_seconds": 0.002} for arm, t in (("bare", 20.0), ("x", 24.0))]
     first = (a_run("bare", 10.0), slow[1])
-    found = tables.groups([a_result(first, (slow[0], a_run("x", 13.0)))], only_quiet=True)
+    found = tables.groups([a_result(first, (slow[0], a_run("x", 13.0)))], tables.Times.QUIET)
     (mine,) = [group for group in found if group.arm == "x"]
     assert (mine.quiet, mine.to_bare.low, mine.to_bare.high) == (2, 1.2, 1.3)
 
@@ -195,18 +214,46 @@ def test_noise_excuses_neither_a_failure_nor_wrong_bits():
 
 def test_deaths_that_nobody_meant_are_told():
     run = {**a_run("x", 10.0), "starts": [[0, 0.0], [1, 0.0], [1, 5.0]]}
-    assert tables.unmeant_starts(run) == 0, "its strike explains one start of each rank"
+    plan = {"parallel": "ddp", "world": 4}
+    assert notes.unmeant_starts(run, plan) == 0, "its strike explains one start of each rank"
     run["starts"] += [[1, 9.0], [0, 9.0], [0, 12.0]]
-    assert tables.unmeant_starts(run) == 2
+    assert notes.unmeant_starts(run, plan) == 2
     found = row(a_result((a_run("bare", 10.0), run)), "x")
     assert "started 2 times more than strikes explain" in tables.terminal([found])
+
+
+@pytest.mark.parametrize(
+    ("arm", "parallel", "unmeant"),
+    [
+        ("checkpoint_restart:sync@20", "ddp", 0),
+        ("torchft:tuned", "hsdp", 4),
+        ("torchft", "ddp", 4),
+        ("keepstep", "fsdp", 4),
+    ],
+)
+def test_strikes_elsewhere_do_not_explain_the_deaths_of_a_healthy_rank(arm, parallel, unmeant):
+    run = a_run(arm, 10.0)
+    run["strikes"] = [{"at": at, "pid": 7, "kind": "kill", "rank": 1} for at in (1, 2, 3, 4)]
+    run["starts"] = [[rank, 0.0] for rank in range(4)]
+    run["starts"] += [[1, float(at)] for at in (1, 2, 3, 4)]
+    plan = {"parallel": parallel, "world": 4}
+    assert notes.unmeant_starts(run, plan) == 0
+    run["starts"] += [[3, float(at)] for at in (5, 6, 7, 8)]
+    assert notes.unmeant_starts(run, plan) == unmeant
+
+
+def test_a_replica_groups_restart_is_explained_by_a_strike_of_any_of_its_ranks():
+    run = a_run("torchft", 10.0)
+    run["starts"] = [[rank, 0.0] for rank in range(4)] + [[0, 5.0], [1, 5.0]]
+    assert notes.unmeant_starts(run, {"parallel": "hsdp", "world": 4}) == 0
+    assert notes.unmeant_starts(run, {"parallel": "ddp", "world": 4}) == 1
 
 
 def test_strikes_that_somebody_was_too_fast_for_are_told():
     planned = [{"at": at, "kind": "kill", "rank": 0} for at in (4.0, 9.0, 30.0)]
     run = {**a_run("x", 8.0), "planned": planned, "nominal_seconds": 10.0}
-    assert tables.missed_strikes(run) == 1, "the third comes after the fault-free run's end"
-    assert tables.missed_strikes({**run, "outcome": "ended at step 4"}) == 0
+    assert notes.missed_strikes(run) == 1, "the third comes after the fault-free run's end"
+    assert notes.missed_strikes({**run, "outcome": "ended at step 4"}) == 0
 
 
 def test_which_results_the_readme_tells_is_decided_by_a_rule():
@@ -274,9 +321,37 @@ def test_of_many_intervals_the_readme_tells_the_best_one_and_that_there_were_oth
     assert readme_row(text, "c:sync@40")["to_bare"] == "1.200"
     assert readme_row(text, "c:async@5")["to_bare"] == "1.100"
     assert text.count("| c:sync") == 1
-    assert "c:sync: the best of every 5, 20, 40, 80 steps." in text
+    assert "c:sync: the best of every 5, 20, 40, 80 steps; c:async: only every 5 steps was" in text
     away = a_result([a_run("bare", 10.0)], refused={"c:sync@5": "no", "c:sync@10": "no"})
     assert "best of" not in tables.markdown([away], ["f"])
+
+
+def test_one_interval_and_one_way_to_save_are_said_to_be_all_that_was_tried():
+    runs = [a_run("bare", 10.0), a_run("x", 12.0), a_run("c:async@20", 14.0)]
+    text = tables.markdown([a_result(runs)], ["f"])
+    assert "c:async: only every 20 steps was tried, and no other way to save." in text
+    assert "x: " not in text
+
+
+def test_an_interval_that_was_tuned_for_something_else_is_labelled():
+    result = a_result((a_run("bare", 10.0), a_run("x", 12.0), a_run("c:sync@5", 14.0)))
+    result["cases"][0]["tuned_for"] = "kills, ddp 3m"
+    for text in (tables.terminal(tables.apart([result])), tables.markdown([result], ["f"])):
+        assert "c:sync@5: its interval was tuned for kills, ddp 3m, and not here" in text
+        assert text.count("tuned") == 1
+
+
+def test_the_matrix_says_where_its_intervals_come_from():
+    swept = {(s, workload, size) for names, workload, size, arms, _ in campaign.MATRIX
+             for s in names if arms == campaign.SWEEP}  # fmt: skip
+    assert swept == {
+        (campaign.SWEPT_UNDER, workload, campaign.SWEPT_SIZE) for workload in ("ddp", "fsdp")
+    }
+    assert campaign.tuned_for("kills", "ddp", "3m", campaign.ALL) == ""
+    assert campaign.tuned_for("kills", "ddp", "3m", campaign.SWEEP) == ""
+    assert campaign.tuned_for("hangs", "fsdp", "3m", campaign.FEW) == "kills, fsdp 3m"
+    assert campaign.tuned_for("kills", "hsdp", "3m", campaign.ALL) == "kills, fsdp 3m"
+    assert campaign.tuned_for("single_kill", "zero1", "3m", "bare,keepstep") == ""
 
 
 def test_an_interval_without_a_quiet_run_may_still_be_the_best():
@@ -313,36 +388,6 @@ def test_only_what_is_between_the_markers_is_replaced():
         tables.replaced("nothing here", "new")
 
 
-def test_two_results_with_the_same_ratios_and_ranking_agree():
-    first, second = (
-        tables.groups([a_result((a_run("bare", b), a_run("x", 1.1 * b), a_run("y", y * b)))])
-        for b, y in ((10.0, 2.0), (20.0, 2.2))
-    )
-    lines = tables.compared(first, second)
-    assert len(lines) == 4
-    assert not any("DIFFERS" in line for line in lines)
-
-
-def test_another_ranking_and_a_ratio_off_by_more_than_15_percent_differ():
-    first = tables.groups([a_result((a_run("bare", 10.0), a_run("x", 11.0), a_run("y", 12.0)))])
-    second = tables.groups([a_result((a_run("bare", 10.0), a_run("x", 14.0), a_run("y", 12.0)))])
-    differs = [line for line in tables.compared(first, second) if "DIFFERS" in line]
-    assert len(differs) == 2
-
-
-def test_a_system_that_fails_in_one_result_alone_differs():
-    good = tables.groups([a_result((a_run("bare", 10.0), a_run("x", 11.0)))])
-    bad = tables.groups([a_result((a_run("bare", 10.0), a_run("x", None)))])
-    assert any("1 of 1 and 0 of 1 runs completed: DIFFERS" in t for t in tables.compared(good, bad))
-    assert any("0 of 1 and 0 of 1 runs completed: same" in t for t in tables.compared(bad, bad))
-    half = tables.groups(
-        [a_result((a_run("bare", 10.0), a_run("x", None)), (a_run("bare", 10.0), a_run("x", 11.0)))]
-    )
-    assert any("1 of 1 and 1 of 2 runs completed: DIFF" in t for t in tables.compared(good, half))
-    gone = tables.groups([a_result((a_run("bare", 10.0),), refused={"x": "no replica"})])
-    assert not any(", x:" in line for line in tables.compared(good, gone))
-
-
 def test_an_arm_has_the_same_colour_in_every_plot():
     runs = (a_run("bare", 10.0), a_run("x", None, finished=[]), a_run("y", 12.0, pauses=[0.5]))
     text = page.page(a_result(runs), "f")
@@ -354,8 +399,17 @@ def test_a_page_says_which_runs_were_disturbed():
     noisy = {**a_run("x", 7.0), "others_share": 0.4}
     text = page.page(a_result((a_run("bare", 10.0), noisy)), "f")
     assert "x: 1 of 1 runs disturbed" in text
-    assert "0.70 (disturbed)" in text
-    assert "1.00 (" not in text
+    assert ">x (disturbed)</text>" in text
+    assert ">0.70</text>" in text
+    assert "bare (" not in text
+
+
+def test_a_page_says_that_its_tree_was_in_no_commit():
+    result = a_result((a_run("bare", 10.0), a_run("x", 12.0)))
+    assert f"commit {'0' * 12}, raw" in page.page(result, "f")
+    assert f"commit {'0' * 12}+changes, raw" in page.page(
+        {**result, "commit": "0" * 40 + "+changes"}, "f"
+    )
 
 
 def test_a_page_loads_nothing_and_escapes_what_it_is_told():

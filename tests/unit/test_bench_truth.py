@@ -28,7 +28,7 @@ class Written:
         for rank in ranks:
             ids = ORDER.ids(step, rank) if read is None else read[rank]
             line = {"k": "step", "s": step, "b": int(began * SECOND), "t": int(ended * SECOND)}
-            self.files[rank].append({**line, "ids": list(ids), "w": marks, "loss": 2.0})
+            self.files[rank].append({**line, "ids": list(ids), "w": marks, "loss": 2.0 + rank})
 
     def run(self, first=0, past=STEPS, start=0.0):
         """Steps of one second each."""
@@ -172,6 +172,21 @@ def test_an_end_proves_the_last_step_where_a_rank_wrote_nothing(written):
     found = written.found()
     assert found.seconds == pytest.approx(5.1)
     assert found.lost == 0, "its gradient is in"
+
+
+def test_the_loss_at_the_end_is_that_of_all_ranks_or_of_none(written):
+    written.run()
+    assert written.found().loss == 2.5
+    last = written.files[1][-1]
+    # Others had finished it: this rank did not see the gradient, and tells of the step before.
+    last["w"] = []
+    written.end(6.1)
+    assert written.found().loss is None
+    last["w"] = [ORDER.mark(5, 0), 0]
+    assert written.found().loss is None, "its samples are not in it"
+    written.files[1].remove(last)
+    found = written.found()
+    assert (found.steps, found.loss) == (STEPS, None)
 
 
 def test_what_a_rank_does_after_the_first_end_is_no_part_of_the_run(written):
