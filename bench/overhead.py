@@ -65,6 +65,8 @@ OTHERS_MAX = 0.03
 BLOCK_SECONDS = 1.1
 """Keepstep stands still for two blocks in a row. Its agents leave an orchestrator that is silent
 for 4 s, and a reconnect after each round would be the method's cost, not Keepstep's."""
+STILL_SECONDS_MAX = 3.0
+"""So two of the others' blocks, with the steps that do not count, stay well below that."""
 LEAD_STEPS, LONG_STEP_SECONDS = 2, 0.2
 """After the other arm ran, caches are cold: steps that do not count. Of long ones a single one."""
 WARM_STEPS = 20
@@ -314,7 +316,21 @@ def run_segment(
 def block_of(step_seconds: float) -> tuple[int, int]:
     """How many steps a block has, and how many come before it and do not count."""
     lead = 1 if step_seconds > LONG_STEP_SECONDS else LEAD_STEPS
-    return max(4, round(BLOCK_SECONDS / step_seconds)), lead
+    block = max(1, round(BLOCK_SECONDS / step_seconds))
+    while block > 1 and still_seconds(block, lead, step_seconds) >= STILL_SECONDS_MAX:
+        block -= 1
+    if still_seconds(block, lead, step_seconds) >= STILL_SECONDS_MAX:
+        raise Permanent(
+            f"a step takes {step_seconds:.2f} s: who waits for two turns of the others would stand "
+            f"still for {STILL_SECONDS_MAX:.0f} s or more, and take it for a fault; make steps "
+            "shorter"
+        )
+    return block, lead
+
+
+def still_seconds(block: int, lead: int, step_seconds: float) -> float:
+    """How long who is not at turn stands still: both bare jobs have theirs."""
+    return 2 * (block + lead) * step_seconds
 
 
 def one_round(arms: Sequence[Arm], block: int, lead: int, number: int) -> dict[str, float]:

@@ -1,73 +1,117 @@
 """What each system costs while nothing breaks, by the method of bench.overhead.
 
     python -m bench.steady --arms keepstep,torchft,checkpoint_restart:sync@20 [--minutes 20]
+    python -m bench.steady --onto bench/results/steady-….json.gz …       the steps that it lacks
 
 For each arm three jobs live side by side and take turns in blocks of about a second: A bare, B the
 arm, C bare again as the control; there and back, A B C | C B A. Whoever is not at turn is stopped
 with everything that belongs to it. The figure is the ratio of sums over all quiet rounds, with the
 bound of bench.overhead, over several fresh starts of all three. Model and data are those of
 `python -m bench`; two ranks, so that each has a core. An arm that saves does so within its blocks,
-in its own interval. Exit 0 only if each arm has its steps and each control is within 0.5%.
+in its own interval; a turn's length has no divisor in common with it, so that saves fall on timed
+and untimed steps alike.
+
+SIGTERM ends a run, and what it has by then is kept; so are the finished segments of an arm that
+fails, or of a run that Ctrl-C ends. --onto goes on with them. Exit 0 only if each arm has its
+steps, each control is within 0.5%, and nobody saw a fault, left a rank out or started one again.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import figures, overhead, quiet, record, rig
-from bench.arms.arm import load
+from bench import figures, overhead, quiet, record, rig, truth
+from bench.arms.arm import Arm, load
+from bench.arms.keepstep import Keepstep
 from bench.launch import Local, end_marked, marked
 from bench.plan import Plan
 from bench.workload.log import GATE
-from keepstep.errors import Permanent
+from keepstep.errors import KeepstepError, Permanent
 
 ARMS = "keepstep,torchft,checkpoint_restart:sync@20,checkpoint_restart:async@20"
 STEPS_MAX = 10_000_000
 IDLE_SHARE_MAX = 0.15
 IDLE_SECONDS_MAX = 90.0
+METHOD = 2
+"""Raised when rounds are no longer made as before: --onto refuses others. 2: saves fall on timed
+and untimed steps alike."""
+ALIKE = ("ranks", "size", "parallel", "seed", "quick")
+"""Options that a run which goes on shares with the one before it."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known of one arm, in the course of it: an end before its time takes nothing away."""
+
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
+    failed: str = ""
 
 
 def main() -> int:
     args = options()
-    print(f"machine {record.machine()}")
+    specs = args.arms.split(",")
     runs: dict[str, Any] = {}
     try:
-        for spec in args.arms.split(","):
-            try:
-                runs[spec] = measure(spec, args)
-            except Permanent as error:
-                # What is known of the others is not thrown away for it.
-                runs[spec] = {"failed": str(error)}
+        # A name that is not one is told now, and not after an hour.
+        for spec in specs:
+            load(spec)
+        earlier, history = read_earlier(args.onto, args)
+    except (KeepstepError, OSError) as error:
+        print(f"bench.steady: {error}", file=sys.stderr)
+        return 2
+    print(f"machine {record.machine()}")
+    told_to_end = threading.Event()
+    # What was asked for, and then what is only carried on.
+    for spec in dict.fromkeys([*specs, *earlier]):
+        progress = earlier.get(spec, Progress())
+        try:
+            if spec in specs:
+                measure(spec, args, progress, told_to_end)
+            if spec in specs and not progress.rounds and not told_to_end.is_set():
+                progress.failed = f"not one round in {args.minutes} min"
+        except (KeepstepError, OSError) as error:
+            # What is known of this one and of the others is not thrown away for it.
+            progress.failed = f"{type(error).__name__}: {error}"
+        except (KeyboardInterrupt, SystemExit):
+            told_to_end.set()
+            print("interrupted: what was measured is kept, for --onto", flush=True)
+        if progress.rounds or progress.failed:
+            runs[spec] = summed_up(spec, args, progress)
             tell(spec, runs[spec])
-    except (KeyboardInterrupt, SystemExit):
-        print("interrupted: the arms that are complete are kept", flush=True)
     if not runs:
         return 2
-    name = "steady-quick" if args.quick else "steady"
-    path = record.keep(name, {"options": vars(args), "runs": runs})
+    plain = {name: value for name, value in vars(args).items() if name != "onto"}
+    kept = {"method": METHOD, "options": plain, "onto": history, "runs": runs}
+    path = record.keep("steady-quick" if args.quick else "steady", kept)
     print(f"raw results: {path}")
-    whole = len(runs) == len(args.arms.split(","))
-    return 0 if whole and all(run.get("valid") for run in runs.values()) else 2
+    return 0 if all(spec in runs and runs[spec]["valid"] for spec in specs) else 2
 
 
 def tell(spec: str, run: dict[str, Any]) -> None:
-    if "failed" in run:
-        print(f"{spec}: {run['failed']}", flush=True)
+    for why in (run["failed"], *run["alarms"]):
+        if why:
+            print(f"{spec}: {why}", flush=True)
+    if "ratio" not in run:
+        print(f"{spec}: not one quiet round", flush=True)
         return
     value, upper, low, high = run["ratio"]
     print(
         f"{spec}: {run['steps_per_arm']} steps per arm, ratio {value:.4f} [{low:.4f}, "
         f"{high:.4f}], upper 95% {upper:.4f}, control {run['control'][0]:.4f}, processor time "
         f"{run['processor'][0]:.4f}"
-        f"{'' if run['valid'] else ': invalid, the control is off or steps are missing'}",
+        f"{'' if run['valid'] else ': invalid: control off, steps missing, or see above'}",
         flush=True,
     )
 
@@ -84,33 +128,63 @@ def options(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parallel", default="ddp")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a try-out; proves nothing")
+    parser.add_argument("--onto", type=Path, metavar="FILE", help="go on with one that is short")
     args = parser.parse_args(line)
     if args.quick:
         args.minutes, args.steps, args.segments = min(args.minutes, 1.5), min(args.steps, 60), 1
     return args
 
 
-def measure(spec: str, args: argparse.Namespace) -> dict[str, Any]:
-    rounds: list[dict[str, float]] = []
+def read_earlier(
+    path: Path | None, args: argparse.Namespace
+) -> tuple[dict[str, Progress], list[dict[str, Any]]]:
+    """What is gone on with, by arm; and when, where and at which commit its parts were measured."""
+    if path is None:
+        return {}, []
+    kept = record.read(path)
+    if kept.get("method") != METHOD:
+        raise Permanent(f"{path}: its rounds were made in another way")
+    for name in ALIKE:
+        then, now = kept["options"][name], getattr(args, name)
+        if then != now:
+            raise Permanent(f"{path} was measured with --{name} {then}, not {now}")
+    found = {spec: Progress(run["rounds"], run["alarms"]) for spec, run in kept["runs"].items()}
+    return found, [*kept["onto"], record.origin(kept)]
+
+
+def measure(
+    spec: str, args: argparse.Namespace, progress: Progress, told_to_end: threading.Event
+) -> None:
+    """Segments until there are enough quiet steps, with those that there were before."""
     deadline = time.monotonic() + 60.0 * args.minutes
     for number in range(1, args.segments + 1):
-        wanted = args.steps * number / args.segments - steps_in(quiet_ones(rounds, args))
-        if wanted > 0 and time.monotonic() < deadline:
-            rounds += segment(spec, args, wanted, deadline)
-    calm = quiet_ones(rounds, args)
+        done = steps_in(quiet_ones(progress.rounds, args))
+        limit = overhead.Limit(args.steps * number / args.segments - done, deadline, told_to_end)
+        if limit.steps > 0 and not limit.reached():
+            segment(spec, args, progress, limit)
+
+
+def summed_up(spec: str, args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    calm = quiet_ones(progress.rounds, args)
+    kept = {
+        "settings": load(spec).settings,
+        "steps_per_arm": int(steps_in(calm)),
+        "valid": False,
+        "failed": progress.failed,
+        "alarms": progress.alarms,
+        "rounds": progress.rounds,
+    }
     if not calm:
-        raise Permanent(f"not one quiet round for {spec} in {args.minutes} min")
+        return kept
     bare = [r["bare"] for r in calm]
     ratio = figures.ratio_of_sums([r["arm"] for r in calm], bare, args.seed)
     control = figures.ratio_of_sums([r["control"] for r in calm], bare, args.seed)
-    used = [r["bare_processor"] for r in rounds]
-    processor = figures.ratio_of_sums([r["arm_processor"] for r in rounds], used, args.seed)
-    enough = steps_in(calm) >= args.steps
-    return {
-        "settings": load(spec).settings,
-        "steps_per_arm": int(steps_in(calm)),
+    used = [r["bare_processor"] for r in progress.rounds]
+    mine = [r["arm_processor"] for r in progress.rounds]
+    processor = figures.ratio_of_sums(mine, used, args.seed)
+    enough = steps_in(calm) >= args.steps and not progress.alarms
+    return kept | {
         "valid": enough and abs(control.value - 1) <= overhead.CONTROL_OFF_MAX,
-        "rounds": rounds,
         "ratio": [ratio.value, ratio.upper, ratio.low, ratio.high],
         "control": [control.value, control.upper, control.low, control.high],
         "processor": [processor.value, processor.upper, processor.low, processor.high],
@@ -127,31 +201,80 @@ def steps_in(rounds: Sequence[dict[str, float]]) -> float:
     return sum(r["steps"] for r in rounds)
 
 
-def segment(
-    spec: str, args: argparse.Namespace, wanted: float, deadline: float
-) -> list[dict[str, float]]:
-    """Three fresh jobs, until there are so many more quiet steps."""
+def segment(spec: str, args: argparse.Namespace, progress: Progress, limit: overhead.Limit) -> None:
+    """Three fresh jobs, until there are so many quiet steps. Its rounds count once it is known that
+    nobody saw a fault in them."""
     with ExitStack() as stack:
         directory = stack.enter_context(rig.scratch("steady"))
-        jobs = [
+        # After the round, and not in its middle: what was measured by then is kept.
+        signal.signal(signal.SIGTERM, lambda *_: limit.told_to_end.set())
+        gates = [
             stack.enter_context(gated(name, arm, directory, args))
             for name, arm in (("bare", "bare"), ("arm", spec), ("control", "bare"))
         ]
+        jobs = [gate.job for gate in gates]
         for job in jobs:
             job.run(overhead.WARM_STEPS)
         step_seconds = jobs[0].run(overhead.WARM_STEPS) / overhead.WARM_STEPS
-        block, lead = overhead.block_of(step_seconds)
+        every = int(gates[1].arm.settings.get("every_steps", 1))
+        block, lead = spread_block(step_seconds, every)
         rounds: list[dict[str, float]] = []
-        while time.monotonic() < deadline and steps_in(quiet_ones(rounds, args)) < wanted:
+        while not limit.reached() and steps_in(quiet_ones(rounds, args)) < limit.steps:
             rounds.append(overhead.one_round(jobs, block, lead, len(rounds)))
-        return rounds
+        # Before the end, while everything of it still runs.
+        alarms = [alarm for gate in gates for alarm in gate.alarms()]
+        progress.rounds += rounds
+        progress.alarms += alarms
+
+
+def spread_block(step_seconds: float, every: int) -> tuple[int, int]:
+    """The block of bench.overhead, or one nearly as long in which saves have their share.
+
+    An arm saves after every so many steps. A save after the last step of a turn, or between two
+    that do not count, is not timed. If the length of a turn had a divisor in common with the
+    interval, saves would fall on the same few places of every turn: all of them timed, or none.
+    """
+    wanted, lead = overhead.block_of(step_seconds)
+    for block in sorted(range(1, 2 * wanted + every), key=lambda n: (abs(n - wanted), n)):
+        still = overhead.still_seconds(block, lead, step_seconds)
+        if still < overhead.STILL_SECONDS_MAX and math.gcd(block + lead, every) == 1:
+            return block, lead
+    raise Permanent(f"no block of about {wanted} steps has its share of saves every {every} steps")
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """One job behind a gate, with the arm that runs it."""
+
+    job: overhead.Arm
+    arm: Arm
+    plan: Plan
+
+    def alarms(self) -> list[str]:
+        """What nobody may have seen or done: stops by the method are no faults."""
+        logs = truth.Logs()
+        for rank in range(self.plan.world):
+            file = self.plan.truth / f"rank-{rank}.jsonl"
+            logs.add(rank, file.read_text(encoding="utf-8", errors="replace"))
+        found = [f"{self.job.name}: {why}" for why in uneven(logs, self.plan.world)]
+        if isinstance(self.arm, Keepstep) and self.arm.keeper is not None:
+            self.job.thaw()
+            found += overhead.false_alarms(self.arm.keeper, self.job)
+        return found
+
+
+def uneven(logs: truth.Logs, world: int) -> list[str]:
+    """Steps in which not everybody had a part are other steps than the bare engine's, and cheaper
+    ones; a rank that was started again has measured its start. Pure."""
+    fewer = {line.step for line in logs.lines if sum(map(bool, line.marks)) < world}
+    found = [f"{len(fewer)} steps without all ranks"] if fewer else []
+    again = len(logs.starts) - len({start.rank for start in logs.starts})
+    return found + ([f"ranks were started {again} times more"] if again else [])
 
 
 @contextmanager
-def gated(
-    name: str, spec: str, directory: Path, args: argparse.Namespace
-) -> Iterator[overhead.Arm]:
-    """One job behind a gate, stopped."""
+def gated(name: str, spec: str, directory: Path, args: argparse.Namespace) -> Iterator[Gated]:
+    """Stopped."""
     arm = load(spec)
     room = directory / name
     plan = Plan(
@@ -171,7 +294,7 @@ def gated(
                 # Spares get warm, stores settle: the method must not measure a start.
                 wait_idle(job)
                 job.freeze()
-                yield job
+                yield Gated(job, arm, plan)
                 for connection in connections:
                     connection.close()
             finally:

@@ -8,6 +8,10 @@ One torchrun with --max-restarts, and torch.distributed.checkpoint. The variable
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set: without it restarts fail on torch 2.13 (stale keys in the
 shared store). Restarts are on the same node and at once, so waiting for a new node is not in the
 figure: that favours this arm.
+
+After the first step its collectives end after 10 s, as a user would have it who knows his steps:
+torch's own 30 minutes would leave a rank that hangs to whoever watches. torchrun then waits 30 s
+for a stopped process to go before it kills it; for restarts that is fixed in its code.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +35,8 @@ RESTARTS_MAX = 1000
 KEPT = 2
 """Saves that stay: the newest may not be whole."""
 EVERY, MODE = "KSBENCH_EVERY", "KSBENCH_MODE"
+COLLECTIVE_SECONDS = 10.0
+"""More than any wait of a healthy rank for another, a save's included."""
 
 
 def arm(variant: str) -> CheckpointRestart:
@@ -41,7 +49,11 @@ def arm(variant: str) -> CheckpointRestart:
 class CheckpointRestart:
     def __init__(self, mode: str, every: int) -> None:
         self.name = f"checkpoint_restart:{mode}@{every}"
-        self.settings: dict[str, Any] = {"save": mode, "every_steps": every}
+        self.settings: dict[str, Any] = {
+            "save": mode,
+            "every_steps": every,
+            "collective_seconds": COLLECTIVE_SECONDS,
+        }
         self.hosts: tuple[launching.Host, ...] = ()
         self._processes = Processes()
 
@@ -146,9 +158,19 @@ class Saves:
                 shutil.rmtree(old, ignore_errors=True)
 
 
+def end_hangs(seconds: float, groups: Iterable[Any]) -> None:
+    """From now on a collective of these groups fails after so long. Not before the first step:
+    ranks start at different times. Groups of a mesh do not take the world's limit: each is told."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    for group in groups:
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def train(plan: Plan) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
 
     from bench.workload import model as made
     from bench.workload.log import TruthLog, now_ns
@@ -173,6 +195,9 @@ def train(plan: Plan) -> None:
         marks = made.marks_in(model)
         optimizer.step()
         log.step(step, began, batch[2].tolist(), marks, loss)
+        if step == first:
+            # Not the saves' own: writing beside training may take as long as it likes.
+            end_hangs(COLLECTIVE_SECONDS, [g for g in _world.pg_map if g is not saves.group])
         if (step + 1) % every == 0 and step + 1 < plan.steps:
             saves.save(step + 1, model, optimizer)
     log.end(plan.steps, made.digest_of(model), loss, data.windows)

@@ -145,6 +145,11 @@ class Keepstep:
             else f"{job['state']}: {job['detail']}"
         )
 
+    @property
+    def keeper(self) -> rig.Rig | None:
+        """While it runs: for who asks whether it saw faults that nobody made."""
+        return self._rig
+
     def drain(self, rank: int, host: str, pid: int) -> bool:
         assert self._rig is not None, "started"
         client = self._rig.cluster.client

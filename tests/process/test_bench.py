@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import scenario, steady, turns
+from bench import rig, scenario, steady, turns
 from bench.arms.arm import ROOT, load
 from bench.harness import Limits, Run
 from bench.launch import Host, Local, Ssh, marked, python_path
@@ -111,10 +112,49 @@ def test_a_rank_is_killed_at_its_jobs_turn_and_all_train_to_the_same_weights(tmp
 
 
 def test_the_cost_while_nothing_breaks_is_measured_against_two_bare_jobs():
-    found = steady.measure("bare", steady.options(["--quick", "--steps", "8", "--size", "1m"]))
+    args, progress = steady.options(["--quick", "--steps", "8", "--size", "1m"]), steady.Progress()
+    steady.measure("bare", args, progress, threading.Event())
+    found = steady.summed_up("bare", args, progress)
+    assert (found["failed"], found["alarms"]) == ("", [])
     assert found["steps_per_arm"] >= 8
     assert 0.5 < found["ratio"][0] < 2.0
     assert {"bare", "arm", "control", "arm_processor", "others"} <= found["rounds"][0].keys()
+
+
+HANGING = """
+import time
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+from bench.arms.checkpoint_restart import end_hangs
+
+dist.init_process_group("gloo")
+mine = dist.new_group([0, 1])
+dist.barrier()
+end_hangs(1.0, list(_world.pg_map))
+if dist.get_rank() == 1:
+    time.sleep(60)
+for group in (None, mine):
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        assert "imed out" in str(error) or "imeout" in str(error), error
+    else:
+        raise SystemExit(3)
+"""
+
+
+def test_a_rank_that_hangs_is_noticed_by_the_others_of_every_group(tmp_path):
+    """torchrun restarts when one has ended badly; with torch's own limit that is in 30 minutes."""
+    script, log = tmp_path / "hanging.py", tmp_path / "log"
+    script.write_text(HANGING, encoding="utf-8")
+    around = {"PYTHONPATH": python_path(ROOT)}
+    processes = rig.bare_world([str(script)], 2, log, around)
+    try:
+        assert processes[0].wait(45.0) == 0, log.read_text()
+        assert processes[1].poll() is None, "it hung all the while"
+    finally:
+        rig.end_all(processes)
 
 
 def state_of(pid: int) -> str:

@@ -1,0 +1,162 @@
+"""Turns of the steady bench: how long a block is, what counts in it, and what is kept of it."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from bench import overhead, record, steady, truth
+from keepstep.errors import ConfigError, Permanent, Unreachable
+
+OPTIONS = steady.options
+
+
+def timed_saves(block, lead, every, turns, first):
+    """Of saves after every so many steps, those between the stamps of so many turns.
+
+    As the gate has it: the clock starts at the end of the last step that does not count, and stops
+    at the end of the last one. After that one a rank waits for its next turn, and saves then.
+    """
+    step, timed = first, 0
+    for _ in range(turns):
+        for place in range(1, lead + block + 1):
+            step += 1
+            timed += step % every == 0 and lead <= place < lead + block
+    return timed
+
+
+@pytest.mark.parametrize("every", [5, 20, 80])
+@pytest.mark.parametrize("step_ms", [20, 33, 36, 50, 61, 65, 79, 110, 150, 199, 250, 300, 445])
+def test_timed_steps_have_their_share_of_saves_wherever_the_first_one_falls(step_ms, every):
+    block, lead = steady.spread_block(step_ms / 1000, every)
+    wanted = 100 * block / every
+    for first in range(every):
+        found = timed_saves(block, lead, every, 100, first)
+        assert abs(found - wanted) <= max(0.05 * wanted, lead + 1)
+    whole = [timed_saves(block, lead, every, every, first) for first in range(every)]
+    assert set(whole) == {block}, "as soon as every place of a turn has had its save"
+
+
+def test_blocks_of_the_old_length_had_more_or_less_than_their_share():
+    """What is mended: 20 steps in a turn, a save after each 20th; and 30 of them."""
+    for block, lead, worst in ((18, 2, 1.0), (28, 2, 0.05)):
+        wanted = 100 * block / 20
+        found = [timed_saves(block, lead, 20, 100, first) for first in range(20)]
+        assert max(abs(n - wanted) / wanted for n in found) > worst - 0.01
+
+
+def test_who_is_not_at_turn_stands_still_for_less_than_agents_bear():
+    for step_ms in range(5, 730, 5):
+        block, lead = overhead.block_of(step_ms / 1000)
+        assert block >= 1
+        assert 2 * (block + lead) * step_ms / 1000 < 3.0, step_ms
+    assert overhead.block_of(0.05) == (22, 2), "as long as it may be, it is as it was"
+    with pytest.raises(Permanent, match="make steps shorter"):
+        overhead.block_of(0.8)
+
+
+def logs_of(*lines, starts=(0, 1)):
+    logs = truth.Logs()
+    for rank, step, marks in lines:
+        logs.lines.append(truth.Line(rank, step, 0.0, 1.0, (1,), marks, 2.0))
+    logs.starts += [truth.Start(rank, 7, "h", 0.0) for rank in starts]
+    return logs
+
+
+def test_steps_without_a_replica_and_ranks_started_again_are_alarms():
+    clean = logs_of((0, 0, (5, 6)), (1, 0, (5, 6)))
+    assert steady.uneven(clean, 2) == []
+    away = logs_of((0, 0, (5, 6)), (0, 1, (5, 0)), (1, 1, (5, 0)), (0, 2, ()))
+    assert steady.uneven(away, 2) == ["2 steps without all ranks"]
+    again = logs_of((0, 0, (5, 6)), starts=(0, 1, 1, 0))
+    assert steady.uneven(again, 2) == ["ranks were started 2 times more"]
+
+
+def a_round(**more):
+    names = ("bare", "arm", "control", "bare_processor", "arm_processor")
+    return {**dict.fromkeys(names, 1.0), "steps": 40.0, "others": 0.0, **more}
+
+
+@pytest.fixture
+def kept(monkeypatch, capsys):
+    """What the command keeps, instead of a file."""
+    files = []
+
+    def keep(name, result):
+        files.append({**result, "at": "t", "commit": "c", "machine": {}, "versions": {}})
+        return "steady.json.gz"
+
+    monkeypatch.setattr(record, "keep", keep)
+    monkeypatch.setattr(record, "read", lambda path: files[-1])
+    return files
+
+
+def commanded(monkeypatch, segment, *line):
+    args = OPTIONS(["--arms", "bare,checkpoint_restart:sync@20", "--steps", "80", *line])
+    monkeypatch.setattr(steady, "options", lambda: args)
+    monkeypatch.setattr(steady, "segment", segment)
+    return steady.main()
+
+
+@pytest.mark.parametrize(
+    "trouble", [Unreachable("the lighthouse"), TimeoutError("timed out"), ConfigError("no")]
+)
+def test_trouble_with_one_arm_costs_neither_the_others_nor_its_own_segments(
+    monkeypatch, kept, trouble
+):
+    def segment(spec, args, progress, limit):
+        if spec == "bare" and progress.rounds:
+            raise trouble
+        progress.rounds.append(a_round())
+
+    assert commanded(monkeypatch, segment) == 2
+    runs = kept[-1]["runs"]
+    assert str(trouble) in runs["bare"]["failed"]
+    assert [(spec, run["steps_per_arm"], run["valid"]) for spec, run in runs.items()] == [
+        ("bare", 40, False),
+        ("checkpoint_restart:sync@20", 80, True),
+    ]
+
+
+def test_an_arm_that_had_no_time_for_a_round_is_told(monkeypatch, kept, capsys):
+    assert commanded(monkeypatch, lambda *_: None, "--minutes", "1") == 2
+    assert set(kept[-1]["runs"]) == {"bare", "checkpoint_restart:sync@20"}
+    assert "bare: not one round in 1.0 min" in capsys.readouterr().out
+
+
+def test_an_arm_that_is_none_is_told_before_the_first_one_is_measured(monkeypatch, kept, capsys):
+    def segment(*_):
+        raise AssertionError("measured")
+
+    assert commanded(monkeypatch, segment, "--arms", "bare,tochft") == 2
+    assert "tochft" in capsys.readouterr().err
+    assert not kept
+
+
+def test_a_run_that_is_short_is_gone_on_with(monkeypatch, kept):
+    asked = []
+
+    def segment(spec, args, progress, limit):
+        asked.append((spec, limit.steps))
+        if spec != "bare" and not kept:
+            limit.told_to_end.set()
+        progress.rounds.append(a_round())
+
+    assert commanded(monkeypatch, segment, "--segments", "1", "--steps", "40") == 0
+    assert commanded(monkeypatch, segment, "--segments", "1", "--onto", "f") == 0
+    assert asked == [("bare", 40), ("checkpoint_restart:sync@20", 40)] * 2
+    assert {run["steps_per_arm"] for run in kept[-1]["runs"].values()} == {80}
+    assert [part["commit"] for part in kept[-1]["onto"]] == ["c"]
+    assert commanded(monkeypatch, segment, "--onto", "f", "--size", "10m") == 2
+    kept[-1]["method"] = 1
+    assert commanded(monkeypatch, segment, "--onto", "f") == 2
+    assert len(kept) == 2, "rounds that were made in another way are not mixed with these"
+
+
+def test_a_false_alarm_makes_an_arm_invalid():
+    args = argparse.Namespace(quick=False, seed=1, steps=40)
+    progress = steady.Progress([a_round()])
+    assert steady.summed_up("bare", args, progress)["valid"]
+    progress.alarms.append("arm: 3 steps without all ranks")
+    assert not steady.summed_up("bare", args, progress)["valid"]
