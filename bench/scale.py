@@ -112,7 +112,21 @@ SEEN = {
     "node": setting.SILENCE_SEEN_SECONDS,
     "network": setting.SILENCE_SEEN_SECONDS,
 }
-"""By what a failure does; all others are seen as an exit is."""
+"""By what a failure does; all others are assumed to be seen as a killed process is, at once: no
+GPU has failed under it yet."""
+
+
+FAN_OUT_SECONDS, FAN_OUT_NODES = 0.97, 2049
+"""Measured: the longest of five generation orders to so many agents of 4,200, over direct streams,
+from the last report of the phase before to the arrival (p99), orchestrator and agents on two cores
+(bench/results/agents-20261117T072008Z.json.gz; the shortest was 0.55 s)."""
+ORDERS = 3
+"""That all nodes of a job get one after the other: to quiesce, to re-form, to resume."""
+
+
+def fan_out_seconds(gpus: int) -> float:
+    """One order to every node of a job. Direct streams: it grows with the nodes."""
+    return FAN_OUT_SECONDS / FAN_OUT_NODES * (gpus / setting.GPUS_PER_NODE)
 
 
 def share(*effects: str) -> float:
@@ -127,6 +141,7 @@ def keepstep_pause(gpus: int) -> float:
     seen += setting.EXIT_SEEN_SECONDS * (1 - share(*SEEN))
     meeting = max(setting.QUIESCE_SECONDS, setting.JOIN_SECONDS)
     phases = meeting + setting.REFORM_SECONDS + setting.RESUME_SECONDS
+    phases += ORDERS * fan_out_seconds(gpus)
     engine = setting.groups_seconds(gpus) + setting.TRANSFER_SECONDS
     return seen + phases + engine + STEP_SECONDS / 2
 

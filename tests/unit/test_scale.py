@@ -11,7 +11,7 @@ import pytest
 from bench import record, scale
 from keepstep.chaos.fleet_compare import PUBLISHED, Published, paused
 from keepstep.chaos.fleet_faults import Strike
-from keepstep.chaos.fleet_setting import STARTUP_SECONDS, Plan
+from keepstep.chaos.fleet_setting import STARTUP_SECONDS, Plan, groups_seconds
 from keepstep.model import JobId, JobSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +59,13 @@ def test_a_longer_pause_is_never_better():
     useful = [paused(PLAN, SPEC, strikes, replace(SYSTEM, seconds=s)) for s in (20, 105, 120, 150)]
     assert useful == sorted(useful, reverse=True)
     assert len({system.name for system in PUBLISHED}) == len(PUBLISHED)
+
+
+def test_orders_over_direct_streams_take_longer_with_more_nodes():
+    assert scale.fan_out_seconds(8 * scale.FAN_OUT_NODES) == pytest.approx(scale.FAN_OUT_SECONDS)
+    grown = scale.keepstep_pause(100_000) - scale.keepstep_pause(16_384)
+    orders = 3 * (12_500 - 2048) * scale.FAN_OUT_SECONDS / scale.FAN_OUT_NODES
+    assert grown == pytest.approx(orders + groups_seconds(100_000) - groups_seconds(16_384))
 
 
 def test_a_pause_grows_with_the_job_and_a_restart_suffers_most():
