@@ -36,9 +36,9 @@ class OrchestratorConfig:
     SECTION: ClassVar[str] = "orchestrator"
 
     silent_seconds_max: float = 3.5
-    """A node that says nothing for this long is lost, unless a running job's policy asks for less.
-    Seven heartbeats up to 1,000 nodes, two from 3,000 on: a loaded machine misses a few, and 5 s is
-    what detection may take in all."""
+    """A node that says nothing for this long is lost, unless the policy of a job that has something
+    there asks for less. Seven heartbeats up to 1,000 nodes, two from 3,000 on: a loaded machine
+    misses a few, and 5 s is what detection may take in all."""
     pulse_seconds: float = 1.0
     """Our own heartbeat to each agent. An agent that hears nothing for 4 s looks for another
     orchestrator; its ranks train on, so half as often as theirs is enough."""
@@ -111,6 +111,11 @@ class OrchestratorConfig:
     requests_per_second_max: float = 2000.0
     """Requests that one token may make, on average; twice as many at once. Beyond it: 429. All the
     launchers of a large job share a token, and ask within a moment when something was decided."""
+    project_open_jobs_max: int = 1000
+    """Jobs that tokens of one project may have open: waiting, running or parked. Beyond it: 429.
+    Each is in every snapshot, and in every look through the open jobs."""
+    open_jobs_max: int = 10_000
+    """The same for all projects together, and for tokens without one."""
     event_streams_max: int = 4096
     """Clients of /v1/events at a time: one launcher per node of a job, `watch`, pages. Beyond it:
     429. Each holds a connection and a task."""

@@ -145,8 +145,8 @@ class Policy:
     hold_seconds_max: float = 600.0
     """How long survivors wait for a spare before they save and leave: a reboot fits in."""
     silent_seconds_max: float = 3.5
-    """A node that says nothing for this long is taken for lost; heartbeats come every 0.5 s, from
-    1,000 nodes on less often, up to 1.5 s."""
+    """A node that has something of this job and says nothing for this long is taken for lost; at
+    least 1.2. Heartbeats come every 0.5 s, from 1,000 nodes on less often, up to 1.5 s."""
     restart_grace_seconds: float = 1.5
     """A closed agent stream beside a broken collective: an agent restart fits in this time."""
     hang_seconds_min: float = 4.0

@@ -28,6 +28,7 @@ from keepstep.config import (
     checked,
     commented,
     explanations,
+    need,
     ordered,
     positive,
     read_toml,
@@ -37,6 +38,9 @@ from keepstep.errors import ConfigError
 from keepstep.model import Policy
 
 WILDCARDS = "*?[]"
+SILENT_SECONDS_MIN = 1.2
+"""Of silent_seconds_max: heartbeats come every 0.5 s at their fastest, and the second may be late.
+A shorter silence is no silence, and a node that is well would be taken for lost again and again."""
 
 
 def read(path: Path | None, job: str, explicit: Mapping[str, object] | None = None) -> Policy:
@@ -45,9 +49,19 @@ def read(path: Path | None, job: str, explicit: Mapping[str, object] | None = No
     for key, value in (explicit or {}).items():
         values[key] = checked(Policy, key, value, "the command line")
     policy = Policy(**values)
+    check(policy)
+    return policy
+
+
+def check(policy: Policy) -> None:
+    """Raises ConfigError, which says the fix, if settings make no sense, alone or together."""
     positive(policy)
     ordered(policy, "restart_grace_seconds", "silent_seconds_max")
-    return policy
+    need(
+        policy.silent_seconds_max >= SILENT_SECONDS_MIN,
+        f"silent_seconds_max is {policy.silent_seconds_max}; give {SILENT_SECONDS_MIN} or more: "
+        "heartbeats come every 0.5 s, and one that is late must not look like a lost node",
+    )
 
 
 def _for_job(path: Path, job: str) -> dict[str, object]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +14,8 @@ import pytest
 from keepstep.cli import watch
 from keepstep.cli.client import Client, Gap
 from keepstep.cli.follow import Follower
+from keepstep.errors import Unreachable
+from keepstep.model import JobId, JobSpec
 
 GAP = [b"id: 8\n", b"event: gap\n", b'data:{"asked":3,"from":9}\n', b"\n"]
 DECISION = [b"id: 9\n", b'data: {"jobs":["j"],"seq":9,"why":"because"}\n', b"\n"]
@@ -80,3 +84,26 @@ def test_a_watchers_screen_goes_on_after_a_gap():
             feed._listen()
     assert [record["seq"] for record in feed.recent()] == [9]
     assert streams.asked[1:] == ["/v1/events?after=8", "/v1/events?after=9"]
+
+
+class Busy(BaseHTTPRequestHandler):
+    """An orchestrator with as many jobs as it may have."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        said = b'{"error":"project a has 2 open jobs","fix":"stop some"}'
+        self.send_response(429)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_what_there_is_too_much_of_is_told_in_the_orchestrators_own_words():
+    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        client = Client(f"http://127.0.0.1:{server.server_port}", "t")
+        with pytest.raises(Unreachable, match="project a has 2 open jobs; stop some"):
+            client.submit(JobSpec(JobId("j"), "t.py"))

@@ -84,6 +84,7 @@ def test_the_command_line_beats_the_file(tmp_path: Path):
         ("lend = 'yes'\n", "give true or false"),
         ("lend = 1\n", "give true or false"),
         ("silent_seconds_max = 1\n", "must not be above silent_seconds_max"),
+        ("silent_seconds_max = 1\nrestart_grace_seconds = 1\n", "give 1.2 or more"),
         ("job = 3\n", "write \\[job.NAME\\]"),
         ("[job]\nbig = 3\n", "write \\[job.big\\] above"),
         ("[jobs.big]\nhang_steps = 1\n", "sections are \\[job.NAME\\]"),

@@ -271,7 +271,8 @@ class _Connection:
                 leader = ""
             raise _Elsewhere(str(refusal), leader)
         if answer.status == 429:
-            raise Unreachable(f"{self._url} has too many requests of this token; wait")
+            # It says what there is too much of: requests, listeners, open jobs.
+            raise Unreachable(f"{self._url} is too busy for this: {_refusal(answer)}")
         if answer.status >= 400:
             raise _refusal(answer)
         return answer

@@ -250,7 +250,8 @@ class Api:
         cluster, whose = self._orchestrator.cluster, self._owners().get(spec.job)
         admission.check_name(spec, call.caller, cluster.nodes, whose)
         spec = admission.owned(spec, call.caller, cluster.jobs.get(spec.job), whose)
-        decision = await self._decide(events.Submitted(spec), call)
+        with self._orchestrator.intake.room_for(spec, call.caller, cluster):
+            decision = await self._decide(events.Submitted(spec), call)
         why = "; ".join(self._sight(call).told(decision))
         return json_response({"job": spec.job, "why": why, "new": decision.changed})
 

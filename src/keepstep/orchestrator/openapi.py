@@ -35,7 +35,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "403": ("Forbidden", "Not with this token's role or project"),
     "404": ("Missing", "Something that it names is not there"),
     "409": ("Conflict", "It makes no sense as things stand"),
-    "429": ("Hurried", "Too many requests of this token"),
+    "429": ("Hurried", "Too many requests of this token, or open jobs"),
     "503": ("Deposed", "Another orchestrator leads now"),
     "default": ("Failed", "Any other error"),
 }

@@ -45,6 +45,7 @@ from keepstep.orchestrator import (
     view,
 )
 from keepstep.orchestrator.copies import copy_of
+from keepstep.orchestrator.intake import Intake
 from keepstep.orchestrator.journal import Journal, Standing, keeping
 from keepstep.orchestrator.liveness import (
     Liveness,
@@ -101,6 +102,7 @@ class Orchestrator:
         """What agents call themselves besides their nodes' names: all whom this term greeted. Also
         nodes that are forgotten: one that comes back knows this term from us (of_another)."""
         self._allowances = Allowances()
+        self.intake = Intake(config.project_open_jobs_max, config.open_jobs_max)
         self._alive = Liveness()
         # For whoever shows them: who is here, and what they said last.
         self.connected, self.heartbeats = self._streams.keys(), self._alive.heartbeats.values()
