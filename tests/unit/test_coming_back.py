@@ -168,7 +168,7 @@ def test_a_machine_that_boots_while_the_lead_changes_is_not_told_to_take_another
         leader.greet(hello_of(node, "old"))
     began = leader.clock.now()
     assert leader.tries(hello_of(NodeId("n0"), "new"), 60.0, names(1, 4)) == []
-    silent_seconds_max = leader.loop._silent_seconds_max()
+    silent_seconds_max = leader.loop._patient().of(NodeId("n0"))
     waited = leader.clock.now() - began
     # The right one would have found us by then, whoever it is that comes with its name.
     assert waited >= suspicion.TERM_GRACE_SECONDS + silent_seconds_max

@@ -10,15 +10,30 @@ from keepstep.orchestrator.liveness import (
     beat_seconds,
     last_known,
     own_lateness,
-    quiet_nodes,
-    silent_nodes,
 )
+from keepstep.orchestrator.patience import Patience
 from keepstep.orchestrator.ticking import TICK_SECONDS_MIN, until_tick
 from keepstep.wire import JobPulse
 
 
 def heard(**at: float) -> dict[NodeId, float]:
     return {NodeId(name): moment for name, moment in at.items()}
+
+
+def silent_nodes(
+    last_heard: dict[NodeId, float],
+    now: float,
+    seconds_max: float,
+    vouched: dict[NodeId, float] | None = None,
+) -> tuple[NodeId, ...]:
+    alive = Liveness(last_heard=dict(last_heard), vouched=vouched or {})
+    return tuple(node for node, _, _ in alive.fall_silent(now, Patience(seconds_max)))
+
+
+def quiet_nodes(last_heard: dict[NodeId, float], now: float, others: int = 0) -> set[NodeId]:
+    """`others`: who were just heard; the more there are, the less often they speak."""
+    well = {NodeId(f"other{number}"): now for number in range(others)}
+    return Liveness(last_heard={**last_heard, **well}).quiet(now, Patience(3.5))
 
 
 def test_a_node_is_silent_only_after_its_time():
@@ -39,7 +54,7 @@ def test_most_that_fall_silent_at_once_are_told_as_soon_as_one_would_be():
     most = heard(a=0.0, b=0.0, c=0.0, d=4.0)
     assert silent_nodes(most, 4.0, 3.5) == ("a", "b", "c")
     alive = Liveness(last_heard=most)
-    assert [crowd for _, _, crowd in alive.fall_silent(4.0, 3.5)] == [2, 1, 0]
+    assert [crowd for _, _, crowd in alive.fall_silent(4.0, Patience(3.5))] == [2, 1, 0]
 
 
 def test_a_lost_rack_of_a_large_cluster_is_no_doubt_of_ours():
@@ -51,10 +66,11 @@ def test_who_falls_silent_brings_the_number_of_those_who_are_about_to():
     at = {NodeId(f"n{i}"): 0.04 * i for i in range(10)}
     well = {NodeId(f"w{i}"): 3.5 for i in range(20)}
     alive = Liveness(last_heard={**at, **well})
-    assert alive.fall_silent(3.5, 3.5) == []
-    assert alive.fall_silent(3.55, 3.5) == [("n0", 3.55, 9), ("n1", pytest.approx(3.51), 8)]
+    assert alive.fall_silent(3.5, Patience(3.5)) == []
+    told = alive.fall_silent(3.55, Patience(3.5))
+    assert told == [("n0", 3.55, 9), ("n1", pytest.approx(3.51), 8)]
     assert "n0" not in alive.last_heard
-    assert len(alive.fall_silent(3.9, 3.5)) == 8
+    assert len(alive.fall_silent(3.9, Patience(3.5))) == 8
 
 
 def test_ordinary_jitter_is_not_lateness_but_starvation_is():
@@ -147,8 +163,8 @@ def test_many_agents_are_asked_to_speak_less_often_but_twice_before_they_count_a
 def test_a_node_is_quiet_after_two_heartbeats_or_one_that_is_late_by_the_shortest():
     known = heard(a=10.0, b=12.0)
     assert quiet_nodes(known, 12.5) == {"a"}
-    assert quiet_nodes(known, 11.9, 1.5) == set()
-    assert quiet_nodes(known, 12.1, 1.5) == {"a"}
+    assert quiet_nodes(known, 11.9, others=2998) == set(), "they speak every 1.5 s"
+    assert quiet_nodes(known, 12.1, others=2998) == {"a"}
 
 
 def test_ticks_come_less_often_while_thousands_are_in_doubt():

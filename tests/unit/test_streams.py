@@ -331,18 +331,19 @@ class FakeStream:
 
 
 def test_an_agent_is_told_the_heads_of_its_own_jobs_only():
-    frames = Frames(Term(3), {"a": "7f", "b": "01"}, 1.5)
-    of_a = wire.decode(frames.of([JobId("a"), JobId("a"), JobId("unknown")])[4:])
+    node, frames = NodeId("n0"), Frames(Term(3), {"a": "7f", "b": "01"}, lambda _: 1.5)
+    of_a = wire.decode(frames.of(node, [JobId("a"), JobId("a"), JobId("unknown")])[4:])
     assert of_a == wire.Pulse(Term(3), {"a": "7f"}, 1.5)
-    assert wire.decode(frames.of([])[4:]) == wire.Pulse(Term(3), {}, 1.5)
-    assert frames.of([JobId("a"), JobId("b")]) is frames.of([JobId("b"), JobId("a")])
+    assert wire.decode(frames.of(node, [])[4:]) == wire.Pulse(Term(3), {}, 1.5)
+    other = NodeId("n1")
+    assert frames.of(node, [JobId("a"), JobId("b")]) is frames.of(other, [JobId("b"), JobId("a")])
 
 
 def test_an_older_agent_gets_a_pulse_that_it_can_read():
-    frames = Frames(Term(3), {"a": "7f"}, 1.5)
-    body = json.loads(frames.of([JobId("a")], 1)[4:])
+    node, frames = NodeId("n0"), Frames(Term(3), {"a": "7f"}, lambda _: 1.5)
+    body = json.loads(frames.of(node, [JobId("a")], 1)[4:])
     assert body == {"v": 1, "kind": "Pulse", "body": {"term": 3, "heads": {"a": "7f"}}}
-    assert json.loads(frames.of([JobId("a")])[4:])["body"]["beat_seconds"] == 1.5
+    assert json.loads(frames.of(node, [JobId("a")])[4:])["body"]["beat_seconds"] == 1.5
 
 
 def test_each_node_gets_an_order_in_the_version_that_it_speaks():
@@ -469,8 +470,9 @@ def test_pulses_are_spread_and_each_stream_gets_one():
     streams = {NodeId(f"n{i}"): FakeStream(f"n{i}") for i in range(3 * SLICE + 1)}
 
     async def scene() -> None:
+        frames = Frames(Term(1), {}, lambda node: 0.5)
         sending = asyncio.create_task(
-            spread(streams, lambda: Frames(Term(1), {}, 0.5), lambda node: (), 0.2, RealClock())
+            spread(streams, lambda: frames, lambda node: (), 0.2, RealClock())
         )
         await asyncio.sleep(0)
         assert sum(bool(stream.sent) for stream in streams.values()) == SLICE, "not all at once"

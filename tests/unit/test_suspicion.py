@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from keepstep import wire
 from keepstep.model import JobId, JobSpec, JobState, NodeId, Phase, Rank, Severity, Sign, Term
 from keepstep.orchestrator import brain, events, liveness, portions, state, suspicion, view
+from keepstep.orchestrator.patience import Patience
 from keepstep.orchestrator.turn import Turn
 
 JOB = JobId("train")
@@ -400,7 +401,8 @@ def test_most_nodes_silent_while_a_job_stops_are_heard_of_in_time_and_nobody_is_
     assert job.migration is not None
     assert job.migration.phase is Phase.QUIESCE
     heard = {NodeId(f"n{i}"): 10.0 if i < 6 else 13.6 for i in range(10)}
-    for node, _, crowd in liveness.Liveness(last_heard=heard).fall_silent(13.6, 3.5):
+    alive = liveness.Liveness(last_heard=heard)
+    for node, _, crowd in alive.fall_silent(13.6, Patience(3.5)):
         step(cluster, events.NodeSilent(node, crowd), 13.6)
     stopped(cluster, 6, 13.7)
     for tenths in range(138, 1000, 5):

@@ -18,7 +18,8 @@ from keepstep.chaos.fleet_leader import Leader
 from keepstep.chaos.fleet_setting import labels_of
 from keepstep.config import OrchestratorConfig
 from keepstep.model import Generation, JobId, NodeId, Phase, Rank
-from keepstep.orchestrator import admission, events, nodes
+from keepstep.orchestrator import admission, events
+from keepstep.orchestrator.patience import Patience
 from keepstep.wire import Hello, Message, PhaseReport, SeatReport, StandbyFact, WorkerFact
 
 GATHER_SECONDS = 0.05
@@ -129,9 +130,10 @@ class Tree:
         """As at the edge: the name of one who may come back is not given to another boot yet."""
         assert self.leader is not None
         cluster, now = self.leader.cluster, self.leader.now(self.now)
-        seconds, able = nodes.silent_seconds_max(cluster, SILENT_SECONDS_MAX), []
+        patience, able = Patience(SILENT_SECONDS_MAX, cluster), []
         for machine in some:
             holder = admission.Holder(cluster.nodes.get(machine.node))
+            seconds = patience.of(machine.node)
             if admission.why_not_name(self.hello(machine), holder, now, seconds) is None:
                 able.append(machine)
             else:

@@ -241,8 +241,8 @@ def why_not_name(
     """Why a node cannot have its name: somebody else has it, or may be about to come back, or has
     ranks there that train. Agents restart, leaders change.
 
-    It is free once that one has been silent, or without a stream, for as long as any node may be,
-    and no job's steps speak for it. That does not wait until it counts as lost: where we suspect
+    It is free once that one has been silent, or without a stream, for as long as it may be, and no
+    job's steps speak for it. That does not wait until it counts as lost: where we suspect
     ourselves, the new boot may be the only evidence that ever comes. A run that is over and is run
     again has it at once.
     """

@@ -4,14 +4,18 @@ A node is silent when nothing was heard of it for long enough. If our own loop w
 may be ours: every deadline moves back by as much. Many that fall silent at once are told at once,
 too, with their number: the brain puts that down to ourselves, and has to hear of it in time
 (suspicion.py).
+
+How long is long enough may differ from node to node (patience.py), and so does how often they are
+asked to speak.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.model import Generation, JobId, NodeId
+from keepstep.orchestrator.patience import Patience
 from keepstep.wire import Heartbeat, JobPulse
 
 BEAT_SECONDS_MIN = 0.5
@@ -86,6 +90,8 @@ class Liveness:
     heartbeats: dict[NodeId, Heartbeat] = field(default_factory=dict)
     witness: Witness = field(default_factory=Witness)
     vouched: dict[NodeId, float] = field(default_factory=dict)
+    hastened: dict[NodeId, float] = field(default_factory=dict)
+    """Since when nodes have been told to speak more often than the others."""
     _look_at: float = 0.0
     """When quiet nodes are looked at again."""
 
@@ -103,22 +109,91 @@ class Liveness:
         heard = self.last_heard.items()
         self.last_heard = {node: max(at, min(now, at + seconds)) for node, at in heard}
 
-    def fall_silent(self, now: float, silent_seconds_max: float) -> list[tuple[NodeId, float, int]]:
+    def fall_silent(self, now: float, patience: Patience) -> list[tuple[NodeId, float, int]]:
         """Who is silent by now: since when, and how many others are to be told of, with them or
         soon. Nobody waits for their words any more."""
-        silent = silent_nodes(self.last_heard, now, silent_seconds_max, self.vouched)
+        silent = self._silent(now, patience)
         crowd = 0
         if silent:
-            pace = beat_seconds(len(self.last_heard), silent_seconds_max)
-            since = now - silent_seconds_max + pace
-            crowd = sum(1 for heard in self.last_heard.values() if heard < since) - 1
+            number = len(self.last_heard)
+            soon = self._overdue(now, patience, lambda limit: limit - beat_seconds(number, limit))
+            crowd = len(soon) - 1
         found = [
             (node, now - self.last_heard.pop(node), crowd - told)
             for told, node in enumerate(silent)
         ]
         for node in silent:
             self.heartbeats.pop(node, None)
+            self.hastened.pop(node, None)
         return found
+
+    def quiet(self, now: float, patience: Patience) -> set[NodeId]:
+        """Nodes that have missed a heartbeat or two. Where those come slowly, one that is late:
+        jobs need time to vouch for them."""
+        number = len(self.last_heard)
+
+        def late(limit: float) -> float:
+            beat = beat_seconds(number, limit)
+            return min(QUIET_BEATS * beat, beat + BEAT_SECONDS_MIN)
+
+        return set(self._overdue(now, patience, late))
+
+    def paces(self, patience: Patience, now: float) -> Callable[[NodeId], float]:
+        """How often a node is to speak, if it is told so now."""
+        number = len(self.last_heard)
+        usual = beat_seconds(number, patience.usual)
+
+        def pace(node: NodeId) -> float:
+            own = beat_seconds(number, patience.of(node))
+            if own < usual:
+                self.hastened.setdefault(node, now)
+            else:
+                self.hastened.pop(node, None)
+            return own
+
+        if patience.alike:
+            self.hastened.clear()
+            return lambda node: usual
+        return pace
+
+    def _silent(self, now: float, patience: Patience) -> tuple[NodeId, ...]:
+        """The nodes to give up, in the order in which they fell silent."""
+        quiet = self._overdue(now, patience, lambda limit: limit)
+        if self.vouched:
+            known = {node: last_known(at, self.vouched.get(node)) for node, at in quiet.items()}
+            quiet = {
+                node: at
+                for node, at in known.items()
+                if now - at > self._limit(node, patience, now)
+            }
+        return tuple(sorted(quiet, key=lambda node: (quiet[node], node)))
+
+    def _overdue(
+        self, now: float, patience: Patience, after: Callable[[float], float]
+    ) -> dict[NodeId, float]:
+        """Who was last heard longer ago than `after` makes of its limit, and when. The higher the
+        limit, the higher what `after` makes of it: who is in time by the shortest is in time."""
+        least = after(patience.shortest)
+        late = {node: heard for node, heard in self.last_heard.items() if now - heard > least}
+        if patience.alike:
+            return late
+        most = after(patience.usual)
+        return {
+            node: heard
+            for node, heard in late.items()
+            if now - heard > most or now - heard > after(self._limit(node, patience, now))
+        }
+
+    def _limit(self, node: NodeId, patience: Patience, now: float) -> float:
+        """How long this node may say nothing. Where it has to speak more often for that than the
+        others, it has to be told first, and to have spoken since."""
+        own, number = patience.of(node), len(self.last_heard)
+        if own == patience.usual:
+            return own
+        if beat_seconds(number, own) < beat_seconds(number, patience.usual):
+            since = self.hastened.get(node, now)
+            return own if now >= since + patience.usual else patience.usual
+        return own
 
     def asks_jobs(self, open_jobs: Iterable[JobId], quiet: Collection[NodeId], now: float) -> bool:
         """Whether to ask the jobs' steps about quiet nodes: not too often, if there are thousands.
@@ -149,15 +224,6 @@ def beat_seconds(nodes: int, silent_seconds_max: float) -> float:
     return min(wanted, silent_seconds_max / BEATS_PER_SILENCE)
 
 
-def quiet_nodes(
-    last_heard: Mapping[NodeId, float], now: float, beat_seconds: float = BEAT_SECONDS_MIN
-) -> set[NodeId]:
-    """Nodes that have missed a heartbeat or two. Where those come slowly, one that is late: jobs
-    need time to vouch for them."""
-    since = now - min(QUIET_BEATS * beat_seconds, beat_seconds + BEAT_SECONDS_MIN)
-    return {node for node, heard in last_heard.items() if heard < since}
-
-
 def look_seconds(quiet: Collection[NodeId]) -> float:
     """How soon to look again: where thousands are quiet at once, a look at each costs time."""
     return max(QUIET_LOOK_SECONDS, len(quiet) / LOOKS_PER_SECOND_MAX)
@@ -166,20 +232,6 @@ def look_seconds(quiet: Collection[NodeId]) -> float:
 def last_known(heard: float, vouched: float | None) -> float:
     """When a node was last known to be well: by its own word, or for a while by a job's steps."""
     return heard if vouched is None else max(heard, min(vouched, heard + UNWATCHED_SECONDS_MAX))
-
-
-def silent_nodes(
-    last_heard: Mapping[NodeId, float],
-    now: float,
-    silent_seconds_max: float,
-    vouched: Mapping[NodeId, float] | None = None,
-) -> tuple[NodeId, ...]:
-    """The nodes to give up, in the order in which they fell silent."""
-    quiet = {node: heard for node, heard in last_heard.items() if now - heard > silent_seconds_max}
-    if vouched:
-        known = {node: last_known(heard, vouched.get(node)) for node, heard in quiet.items()}
-        quiet = {node: at for node, at in known.items() if now - at > silent_seconds_max}
-    return tuple(sorted(quiet, key=lambda node: (quiet[node], node)))
 
 
 def own_lateness(due: float, now: float, late_seconds_max: float) -> float:

@@ -292,12 +292,6 @@ def vouched(turn: Turn, node: NodeId) -> None:
     turn.note(f"node {node} says nothing, but its ranks make steps: only its agent is missing")
 
 
-def silent_seconds_max(cluster: Cluster, longest: float) -> float:
-    """How long any node may say nothing: what the most impatient job asks for."""
-    wanted = (cluster.jobs[job].spec.policy.silent_seconds_max for job in cluster.open_jobs)
-    return min(longest, *wanted) if cluster.open_jobs else longest
-
-
 def jobs_on(cluster: Cluster, nodes: Iterable[NodeId]) -> dict[NodeId, set[JobId]]:
     """Whose steps can vouch for these nodes: the jobs that have ranks there."""
     return {

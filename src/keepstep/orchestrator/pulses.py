@@ -2,7 +2,7 @@
 
 In a large cluster a pulse to everybody is thousands of writes. They are spread over the period, so
 that an incident never waits behind them, and a frame is encoded once for all nodes with the same
-jobs: an agent is told of the jobs that it has, not of all.
+jobs and the same pace: an agent is told of the jobs that it has, not of all.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ PULSE_SECONDS_MAX = 1.3
 class Frames:
     """The pulses of one moment."""
 
-    def __init__(self, term: Term, heads: Mapping[str, str], beat_seconds: float) -> None:
+    def __init__(
+        self, term: Term, heads: Mapping[str, str], pace: Callable[[NodeId], float]
+    ) -> None:
+        """`pace`: how often a node is to speak, in seconds."""
         self._term = term
         self._heads = heads
-        self._beat_seconds = beat_seconds
-        self._known: dict[tuple[frozenset[JobId], int], bytes] = {}
+        self._pace = pace
+        self._known: dict[tuple[frozenset[JobId], float, int], bytes] = {}
 
-    def of(self, jobs: Iterable[JobId], version: int = wire.VERSION) -> bytes:
-        """For an agent that has workers of these jobs and speaks this version of the wire."""
-        wanted = frozenset(jobs)
-        frame = self._known.get((wanted, version))
+    def of(self, node: NodeId, jobs: Iterable[JobId], version: int = wire.VERSION) -> bytes:
+        """For the agent of this node, that has workers of these jobs and speaks this version of the
+        wire."""
+        alike = (frozenset(jobs), self._pace(node), version)
+        frame = self._known.get(alike)
         if frame is None:
-            heads = {str(job): self._heads[job] for job in wanted if job in self._heads}
-            frame = wire.encode(wire.Pulse(self._term, heads, self._beat_seconds), version)
-            self._known[wanted, version] = frame
+            heads = {str(job): self._heads[job] for job in alike[0] if job in self._heads}
+            frame = wire.encode(wire.Pulse(self._term, heads, alike[1]), version)
+            self._known[alike] = frame
         return frame
 
 
@@ -61,7 +65,7 @@ async def spread(
         upto = min(len(waiting), max(at + SLICE, int(share * len(waiting))))
         now = frames()
         for stream in waiting[at:upto]:
-            stream.send(now.of(jobs_on(stream.node), stream.version))
+            stream.send(now.of(stream.node, jobs_on(stream.node), stream.version))
         at = upto
         due = began + seconds * at / len(waiting)
         await asyncio.sleep(max(0.0, due - clock.monotonic()))

@@ -47,13 +47,8 @@ from keepstep.orchestrator import (
 from keepstep.orchestrator.copies import copy_of
 from keepstep.orchestrator.intake import Intake
 from keepstep.orchestrator.journal import Journal, Standing, keeping
-from keepstep.orchestrator.liveness import (
-    Liveness,
-    beat_seconds,
-    look_seconds,
-    own_lateness,
-    quiet_nodes,
-)
+from keepstep.orchestrator.liveness import Liveness, look_seconds, own_lateness
+from keepstep.orchestrator.patience import Patience
 from keepstep.orchestrator.pulses import Frames, spread
 from keepstep.orchestrator.snapshot_writer import SnapshotWriter
 from keepstep.orchestrator.stepped import (
@@ -103,7 +98,7 @@ class Orchestrator:
         nodes that are forgotten: one that comes back knows this term from us (of_another)."""
         self._allowances = Allowances()
         self.intake = Intake(config.project_open_jobs_max, config.open_jobs_max)
-        self._alive = Liveness()
+        self._alive, self._patience = Liveness(), Patience(config.silent_seconds_max)
         # For whoever shows them: who is here, and what they said last.
         self.connected, self.heartbeats = self._streams.keys(), self._alive.heartbeats.values()
         self._batch: deque[Waiting] = deque()  # Taken from the inbox and not stepped yet.
@@ -376,7 +371,7 @@ class Orchestrator:
             if late:
                 self._log("loop.late", seconds=round(late, 3), why="deadlines pushed back")
                 self._alive.forgive(late, now)
-            quiet = quiet_nodes(self._alive.last_heard, now, self._beat_seconds())
+            quiet = self._alive.quiet(now, self._patient())
             await self._hear_witnesses(quiet, now)
             if self._standing.lease_seconds:
                 excused = self._away or late > 0
@@ -413,15 +408,16 @@ class Orchestrator:
             # Heartbeats lie unread behind what finds no room there, or we sent everybody away.
             self._alive.last_heard = dict.fromkeys(self._alive.last_heard, now)
             return
-        for node, seconds, quiet in self._alive.fall_silent(now, self._silent_seconds_max()):
+        for node, seconds, quiet in self._alive.fall_silent(now, self._patient()):
             self._log("node.silent", node=node, seconds=round(seconds, 3))
             # The stream may look open for minutes: whoever comes back must say Hello again.
             if stream := self._streams.pop(node, None):
                 stream.drop("silent")
             await self._inbox.put(Waiting(events.NodeSilent(node, quiet)))
 
-    def _silent_seconds_max(self) -> float:
-        return nodes.silent_seconds_max(self.cluster, self._config.silent_seconds_max)
+    def _patient(self) -> Patience:
+        self._patience = self._patience.at(self.cluster)
+        return self._patience
 
     async def _pulse(self) -> None:
         seconds = self._config.pulse_seconds
@@ -436,10 +432,8 @@ class Orchestrator:
                 stream.drop(why)
 
     def _frames(self) -> Frames:
-        return Frames(self.term, self._heads, self._beat_seconds())
-
-    def _beat_seconds(self) -> float:
-        return beat_seconds(len(self._alive.last_heard), self._silent_seconds_max())
+        paces = self._alive.paces(self._patient(), self._clock.monotonic())
+        return Frames(self.term, self._heads, paces)
 
     # ---------------------------------------------------------------- agents
 
@@ -474,7 +468,8 @@ class Orchestrator:
         self._streams[hello.node], self._boots[hello.node] = stream, hello.boot
         self._heard(hello.node)
         self._log("agent.connected", node=hello.node, workers=len(hello.workers))
-        stream.send(self._frames().of({fact.job for fact in hello.workers}, stream.version))
+        jobs = {fact.job for fact in hello.workers}
+        stream.send(self._frames().of(hello.node, jobs, stream.version))
         if gap := reconcile.gap(self.cluster, self.term, self._standing.seq, hello):
             await self._inbox.put(Waiting(gap))
         await self._inbox.put(Waiting(hello))
@@ -496,7 +491,7 @@ class Orchestrator:
         known, now = self.cluster.nodes.get(hello.node), self._clock.monotonic()
         boot = self._boots[hello.node] if hello.node in self._streams else ""
         holder = admission.Holder(known, boot, now - self._alive.last_heard.get(hello.node, now))
-        return admission.why_not_name(hello, holder, self.now(), self._silent_seconds_max())
+        return admission.why_not_name(hello, holder, self.now(), self._patient().of(hello.node))
 
     async def _receive(self, stream: AgentStream, message: wire.Message) -> None:
         if self._streams.get(stream.node) is not stream:
