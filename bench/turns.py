@@ -1,6 +1,6 @@
 """Completion under kills, against the bare engine on a machine whose pace changes by the minute.
 
-    python -m bench.turns --arms keepstep,torchft:tuned [--workload ddp] [--steps 500]
+    python -m bench.turns --arms keepstep,torchft [--workload ddp] [--steps 500]
 
 `python -m bench run` makes one run after another: on a machine that others share, the second may be
 a quarter slower for reasons that are nobody's merit. Here three jobs live side by side and take
@@ -10,9 +10,11 @@ struck, by the schedule of the scenario, on a clock that runs in its own blocks 
 a strike ends when its steps are in, however long that takes, and nothing is stopped meanwhile.
 
 The figure is the arm's seconds for all blocks over the bare engine's for the same steps. No block
-is left out. What the machine gives one of them it gives the others, too: the control tells how far
-that is true. All jobs train to the same step: samples and weights are judged as in `bench run`.
-Exit 0 only if every arm came to the end and each control is within 2%.
+is left out. Steps at the start of a turn, while caches are cold, do not count; but timers that ran
+out meanwhile fire there, so the ratio with them is told as well. What the machine gives one of them
+it gives the others, too: the control tells how far that is true. All jobs train to the same step:
+samples and weights are judged as in `bench run`. Exit 0 only if every arm came to the end, each
+control is within 2%, and nobody died but who was struck.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import figures, overhead, record, rig, scenario, truth
+from bench import figures, notes, overhead, record, rig, scenario, steady, truth
 from bench.arms.arm import Arm, load
 from bench.harness import Follower
 from bench.launch import Local, end_marked, marked
@@ -39,14 +41,14 @@ from bench.workload.log import TURN
 from bench.workload.order import Order
 from keepstep.errors import KeepstepError, Permanent
 
-BLOCK_STEPS, LEAD_STEPS = 5, 1
-"""About a second of 200 ms each, and one before them that does not count: caches are cold."""
-WARM_STEPS = 10
+WARM_STEPS = 20
 CONTROL_OFF_MAX = 0.02
 STRIKE_SHARE = 0.25
 """Into a block, by the blocks before: nobody is through with it yet."""
 BLOCK_SECONDS_MAX, START_SECONDS_MAX, END_SECONDS_MAX = 180.0, 240.0, 60.0
 KINDS = ("kill",)
+JUDGED = ("steps", "recomputed", "samples", "lost", "doubled", "foreign", "disagreements")
+JUDGED += ("loss", "digests", "torn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,20 @@ class Struck:
     pid: int
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a turn, in steps."""
+
+    block: int
+    lead: int
+    rounds: int
+
+    @property
+    def steps(self) -> int:
+        """Of a whole run."""
+        return WARM_STEPS + 2 * self.rounds * (self.lead + self.block) + 1
+
+
 @dataclass
 class Job:
     """One job that takes its turns."""
@@ -73,6 +89,8 @@ class Job:
     """Steps that all have made."""
     seconds: float = 0.0
     """In blocks, up to now."""
+    leads: float = 0.0
+    """In steps before them."""
     strikes: list[Struck] = field(default_factory=list)
 
     def processes(self) -> list[int]:
@@ -104,11 +122,11 @@ class Job:
             self.seats.hear(0.02 if strike is not None else 0.5)
         return at - began
 
-    def turn(self, strike: scenario.Strike | None = None, after: float = 0.0) -> float:
+    def turn(self, size: Size, strike: scenario.Strike | None = None, after: float = 0.0) -> float:
         """One block, from thaw to freeze; its seconds, without the hand-over."""
         thaw(self.processes())
-        self.go(LEAD_STEPS)
-        seconds = self.go(BLOCK_STEPS, strike, after)
+        self.leads += self.go(size.lead)
+        seconds = self.go(size.block, strike, after)
         self.freeze()
         self.seconds += seconds
         return seconds
@@ -129,7 +147,12 @@ class Job:
         order = Order(windows, self.plan.world, self.plan.batch, self.plan.seed)
         asked = truth.Asked(order, self.plan.steps)
         found = asdict(truth.evaluate(follower.logs, asked, [s.at for s in self.strikes]))
-        return {name: value for name, value in found.items() if name not in ("began", "finished")}
+        starts = [[start.rank, start.at] for start in follower.logs.starts]
+        strikes = [asdict(strike) for strike in self.strikes]
+        run = {"arm": self.arm.name, "starts": starts, "strikes": strikes}
+        # Its times are of the wall, with all turns of others in them.
+        judged = {name: found[name] for name in JUDGED}
+        return judged | {"unmeant_starts": notes.unmeant_starts(run, asdict(self.plan))}
 
 
 def main() -> int:
@@ -157,7 +180,7 @@ def main() -> int:
 def options(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.turns", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--arms", default="keepstep,torchft:tuned,checkpoint_restart:sync@20")
+    parser.add_argument("--arms", default="keepstep,torchft,checkpoint_restart:sync@20")
     parser.add_argument("--scenario", default="kills", help="kills only: others need a clock")
     parser.add_argument("--workload", default="ddp")
     parser.add_argument("--size", default="3m")
@@ -173,8 +196,7 @@ def options(line: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(spec: str, args: argparse.Namespace) -> dict[str, Any]:
     """One arm between two bare jobs."""
-    rounds = max(1, round(args.steps / (2 * BLOCK_STEPS)))
-    steps = 2 * WARM_STEPS + 2 * rounds * (LEAD_STEPS + BLOCK_STEPS) + 1
+    size = size_of(spec, args)
     faults = scenario.schedule(scenario.read(args.scenario), args.ranks, 1e3, 1e4)
     if any(fault.kind not in KINDS for fault in faults):
         raise Permanent(f"{args.scenario}: only {', '.join(KINDS)} can be struck in turns")
@@ -183,21 +205,38 @@ def measure(spec: str, args: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         directory = stack.enter_context(rig.scratch("turns"))
         jobs = [
-            stack.enter_context(started(name, arm, directory / name, args, steps))
+            stack.enter_context(started(name, arm, directory / name, args, size.steps))
             for name, arm in (("bare", "bare"), ("arm", spec), ("control", "bare"))
         ]
         for job in jobs:
             thaw(job.processes())
-            job.go(2 * WARM_STEPS)
+            job.go(WARM_STEPS)
             job.freeze()
-        made = [one_round(jobs, number, faults) for number in range(rounds)]
+        made = [one_round(jobs, number, size, faults) for number in range(size.rounds)]
+        whole = {job.name: round(job.seconds + job.leads, 3) for job in jobs}
         truths = {job.name: job.finish() for job in jobs}
         strikes = [asdict(strike) for strike in jobs[1].strikes]
-    return judged(made, truths, strikes, args) | {"settings": load(spec).settings}
+    found = judged(made, truths, strikes, args) | {"settings": load(spec).settings}
+    return found | {"size": asdict(size), "seconds_with_leads": whole}
+
+
+def size_of(spec: str, args: argparse.Namespace) -> Size:
+    """By how long a step takes now. Nobody is to stand still for so long that it is a fault."""
+    arm = load(spec)
+    patience = arm.settings.get("heartbeat_ms", 1e6) / 1000.0
+    if patience <= overhead.STILL_SECONDS_MAX:
+        raise Permanent(f"{spec} gives up who is stopped for {patience:g} s: it cannot take turns")
+    with rig.scratch("turns") as directory:
+        with started("trial", "bare", directory / "trial", args, 3 * WARM_STEPS) as job:
+            thaw(job.processes())
+            job.go(WARM_STEPS)
+            step = job.go(WARM_STEPS) / WARM_STEPS
+    block, lead = steady.spread_block(step, int(arm.settings.get("every_steps", 1)))
+    return Size(block, lead, max(1, round(args.steps / (2 * block))))
 
 
 def one_round(
-    jobs: Sequence[Job], number: int, faults: list[scenario.Strike]
+    jobs: Sequence[Job], number: int, size: Size, faults: list[scenario.Strike]
 ) -> dict[str, float | list[float]]:
     """There and back. The two bare jobs change places from round to round."""
     bare, arm, control = jobs
@@ -207,7 +246,7 @@ def one_round(
     for job in (outer, arm, inner, inner, arm, outer):
         due = faults[0] if job is arm and faults and faults[0].at <= arm.seconds else None
         usual = figures.median([s for all_ in blocks.values() for s in all_] or [1.0])
-        blocks[job.name].append(job.turn(due, STRIKE_SHARE * usual))
+        blocks[job.name].append(job.turn(size, due, STRIKE_SHARE * usual))
         if due is not None and len(arm.strikes) > struck:
             struck += 1
             faults.pop(0)
@@ -226,11 +265,11 @@ def judged(
     control = figures.ratio_of_sums([r["control"] for r in rounds], bare, args.seed)
     weights = {tuple(sorted(set(found["digests"].values()))) for found in truths.values()}
     return {
-        "steps": 2 * BLOCK_STEPS * len(rounds),
         "seconds": {name: round(sum(r[name] for r in rounds), 3) for name in truths},
         "ratio": [ratio.value, ratio.upper, ratio.low, ratio.high],
         "control": [control.value, control.upper, control.low, control.high],
-        "valid": abs(control.value - 1) <= CONTROL_OFF_MAX,
+        "valid": abs(control.value - 1) <= CONTROL_OFF_MAX
+        and not any(found["unmeant_starts"] for found in truths.values()),
         "weights_equal": len(weights) == 1 and len(weights.pop()) == 1,
         "strikes": strikes,
         "rounds": rounds,
@@ -243,13 +282,15 @@ def tell(spec: str, run: dict[str, Any]) -> None:
         print(f"{spec}: {run['failed']}", flush=True)
         return
     value, _, low, high = run["ratio"]
-    found = run["truths"]["arm"]
+    found, size, whole = run["truths"]["arm"], run["size"], run["seconds_with_leads"]
     print(
-        f"{spec}: {run['steps']} steps, {len(run['strikes'])} strikes: {value:.3f} x bare "
-        f"[{low:.3f}, {high:.3f}], control {run['control'][0]:.3f}; {found['recomputed']} steps "
+        f"{spec}: {2 * size['block'] * size['rounds']} steps, {len(run['strikes'])} strikes: "
+        f"{value:.3f} x bare "
+        f"[{low:.3f}, {high:.3f}], control {run['control'][0]:.3f}, "
+        f"{whole['arm'] / whole['bare']:.3f} with all steps; {found['recomputed']} steps "
         f"again, {found['lost']} samples lost, {found['doubled']} doubled, weights "
         f"{'equal' if run['weights_equal'] else 'differ'}"
-        f"{'' if run['valid'] else ': invalid, the control is off'}",
+        f"{'' if run['valid'] else ': invalid, the control is off or somebody died of himself'}",
         flush=True,
     )
 

@@ -17,6 +17,8 @@ A bug of ours is an `assert`, left on.
 
 from __future__ import annotations
 
+import errno
+
 
 class KeepstepError(Exception):
     """The root: whatever Keepstep raises on purpose."""
@@ -32,6 +34,14 @@ class Transient(KeepstepError):
     def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+
+
+def of_disk(error: OSError, what: str) -> Transient | ConfigError:
+    """A disk that is full, or does not answer, may be well again; the rest is for somebody to set
+    right."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return Transient(f"{what}: {error.strerror}")
+    return ConfigError(f"{what}: {error.strerror}")
 
 
 class Unreachable(Transient):

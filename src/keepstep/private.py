@@ -33,6 +33,8 @@ def make(directory: Path) -> None:
         if not os.path.lexists(level):
             with contextlib.suppress(FileExistsError):  # Whoever was faster is looked at, too.
                 os.mkdir(level, 0o700)
+        if shared and level != wanted:
+            _take_back(level)
         if shared and (why := _why_not(level, last=level == wanted)):
             raise ConfigError(
                 f"{level} {why}, so somebody else could read or replace what is kept in it: "
@@ -40,6 +42,15 @@ def make(directory: Path) -> None:
                 f"{wanted}"
             )
         shared = shared or bool(os.stat(level).st_mode & stat.S_IWOTH)
+
+
+def _take_back(level: Path) -> None:
+    """A level of ours that an earlier release left open to its group, by the umask: close it. What
+    somebody may have put there meanwhile is looked at, level by level."""
+    found = os.lstat(level)
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if ours and found.st_mode & OTHERS_WRITE == stat.S_IWGRP:
+        os.chmod(level, stat.S_IMODE(found.st_mode) & ~stat.S_IWGRP)
 
 
 def _why_not(level: Path, *, last: bool) -> str:

@@ -204,6 +204,36 @@ def test_a_text_on_its_way_holds_up_no_write(place: Place):
     verify(journal)
 
 
+def test_a_text_may_take_longer_than_any_other_statement(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    journal = place.journal()
+    now = journal.begin_term()
+    monkeypatch.setattr(journal_sql, "PREPARE", journal_sql.PREPARE.replace("'10s'", "'300ms'", 1))
+    stuck = Stuck(place)
+    bringing = journal.bring(now.term, "{}", 0)
+    until(stuck.somebody_waits, "the text to be stuck")
+    with pytest.raises(TimeoutError):
+        bringing.result(0.8)
+    stuck.let_go()
+    journal.vouch(now.term, now.head, bringing.result(SECONDS_MAX))
+    assert journal.load().snapshot == {}
+
+
+def test_a_text_that_is_gone_costs_no_earlier_snapshot(place: Place):
+    journal = place.journal()
+    now = write_snapshot(journal, journal.begin_term(), '{"count":0}', 0)
+    for count in (1, 2, 3):
+        now = journal.append(now.term, now.head, [entry(str(count))])
+        brought = journal.bring(now.term, f'{{"count":{count}}}', count).result(SECONDS_MAX)
+        if count == 3:  # A server took over that had not seen it yet.
+            place.look("DELETE FROM keepstep.snapshots WHERE seq = 3")
+        now = journal.vouch(now.term, now.head, brought)
+    assert journal.load().snapshot == {"count": 2}
+    assert place.look("SELECT count(*) FROM keepstep.snapshots") == 3
+    verify(journal)
+
+
 def test_a_late_text_replaces_neither_a_later_terms_nor_one_that_is_vouched_for(place: Place):
     old, new = place.journal("one", 0.001), place.journal("two")
     before = old.begin_term()

@@ -13,6 +13,7 @@ import pytest
 from bench import turns
 from bench.turn_line import Seats
 from bench.workload.turn import Turn
+from keepstep.errors import Permanent
 
 SECONDS_MAX = 10.0
 
@@ -121,12 +122,19 @@ def test_steps_that_are_made_again_are_waited_for(seats: Seats, path: Path):
 def test_the_arm_is_judged_by_the_bare_job_of_its_rounds():
     args = turns.options([])
     rounds = [{"bare": 2.0, "arm": 2.2, "control": 2.0 + n % 2 * 0.02} for n in range(10)]
-    weights = {"digests": {0: "a", 1: "a"}}
+    weights = {"digests": {0: "a", 1: "a"}, "unmeant_starts": 0}
     truths = {"bare": weights, "arm": weights, "control": weights}
     found = turns.judged(rounds, truths, [], args)
     assert found["ratio"][0] == pytest.approx(1.1)
-    assert (found["valid"], found["weights_equal"], found["steps"]) == (True, True, 100)
+    assert (found["valid"], found["weights_equal"]) == (True, True)
+    died = weights | {"unmeant_starts": 1}
+    assert not turns.judged(rounds, {**truths, "arm": died}, [], args)["valid"]
     rounds = [one | {"control": 2.1} for one in rounds]
-    other = {"digests": {0: "a", 1: "b"}}
+    other = weights | {"digests": {0: "a", 1: "b"}}
     found = turns.judged(rounds, {**truths, "arm": other}, [], args)
     assert (found["valid"], found["weights_equal"]) == (False, False)
+
+
+def test_who_would_take_a_turn_of_others_for_a_fault_takes_none():
+    with pytest.raises(Permanent, match="gives up who is stopped for 1 s"):
+        turns.size_of("torchft:tuned", turns.options([]))

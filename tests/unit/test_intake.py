@@ -15,11 +15,12 @@ from keepstep import codec
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig
 from keepstep.model import JobId, JobSpec, Policy
-from keepstep.orchestrator import events, intake
+from keepstep.orchestrator import brain, events, intake, state
 from keepstep.orchestrator.http import BadRequest
 from keepstep.orchestrator.intake import Intake
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.run import Orchestrator
+from keepstep.orchestrator.tokens import Caller, Role
 from tests.unit.test_access import OWN, Served, served
 
 NODES_NEVER = 100
@@ -90,9 +91,20 @@ def test_those_that_come_at_the_same_instant_are_counted_too(tmp_path: Path):
         assert statuses == {200: 3, 429: 17}
         assert len(made.orchestrator.cluster.open_jobs) == 3
         assert not made.orchestrator.intake._coming
-        assert not made.orchestrator.intake._coming_of
 
     with_bounds(tmp_path, 3, 100, scene)
+
+
+def test_one_that_is_decided_and_not_on_disk_yet_counts_once():
+    cluster, caller = state.new_cluster("s"), Caller("operator", Role.OPERATOR, "a")
+    first, second, third = (spec_of(name, project="a") for name in ("one", "two", "three"))
+    made = Intake(2, 10)
+    with made.room_for(first, caller, cluster):
+        brain.step(cluster, events.Submitted(first), 1.0)
+        with made.room_for(second, caller, cluster):
+            brain.step(cluster, events.Submitted(second), 1.0)
+            with pytest.raises(BadRequest, match="has 2 open jobs"):
+                made.room_for(third, caller, cluster).__enter__()
 
 
 def test_all_the_launchers_of_one_job_are_one(tmp_path: Path):

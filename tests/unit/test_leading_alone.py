@@ -174,15 +174,24 @@ def test_a_journal_that_cannot_be_opened_now_is_opened_later(monkeypatch: pytest
     told: list[object] = []
     answers: list[object] = [Transient("no room", 0.0), Transient("no room", 0.0), "a journal"]
 
-    def opened(*_: object) -> object:
+    def opened() -> object:
         answer = answers.pop(0)
         if isinstance(answer, Transient):
             raise answer
         return answer
 
-    monkeypatch.setattr(process, "open_journal", opened)
     monkeypatch.setattr(process, "log", lambda event, **_: told.append(event))
-    config: Any = None
-    found: Any = asyncio.run(process._opened("journal.db", config))
-    assert found == "a journal"
+    assert asyncio.run(process.Waits().until(opened)) == "a journal"
     assert told == ["waiting"]
+
+
+def test_a_port_is_shown_once_we_serve_and_finds_its_room_before(tmp_path: Path):
+    file = tmp_path / "port"
+    show = process._written_port(file, 4711)
+    assert not file.exists()
+    show()
+    assert file.read_text() == "4711\n"
+    assert list(tmp_path.iterdir()) == [file]
+    (tmp_path / "other.new").symlink_to("/dev/full")
+    with pytest.raises(Transient, match="No space left"):
+        process._written_port(tmp_path / "other", 4711)

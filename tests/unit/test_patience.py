@@ -197,3 +197,20 @@ def test_where_the_job_has_left_the_node_speaks_like_the_others_again():
         )
         for name in cluster.open_jobs[:1]:
             brain.step(cluster, events.StopAsked(name, "enough"), 3.0)
+
+
+def test_if_everybody_is_unheard_the_one_that_is_judged_first_is_not_alone():
+    # 200 nodes, each heard at some moment of the half second before our own line was cut.
+    cluster = cluster_of(1, JobSpec(JobId("hasty"), "t.py", policy=HASTY))
+    heard = {NodeId(f"n{number}"): 100.0 + 0.5 * number / 200 for number in range(200)}
+    alive, patience = Liveness(last_heard=heard), Patience(USUAL, cluster)
+    [(node, _, crowd)] = alive.fall_silent(101.25, patience)
+    assert node == "n0"
+    assert crowd > 20, "a tenth of them, and we are the ones to be doubted"
+
+
+def test_if_the_others_are_heard_the_one_that_is_judged_first_is_alone():
+    cluster = cluster_of(1, JobSpec(JobId("hasty"), "t.py", policy=HASTY))
+    heard = {NodeId(f"n{number}"): 101.0 for number in range(1, 200)}
+    alive = Liveness(last_heard={NodeId("n0"): 100.0, **heard})
+    assert [crowd for _, _, crowd in alive.fall_silent(101.25, Patience(USUAL, cluster))] == [0]

@@ -102,3 +102,12 @@ def test_a_run_does_not_begin_in_rooms_of_somebody_else(
     with pytest.raises(ConfigError, match="chmod 700"):
         cluster.start()
     assert list(rooms.parent.iterdir()) == []
+
+
+def test_a_level_of_ours_that_an_earlier_release_left_to_its_group_is_closed(shared: Path):
+    above = shared / "mine"
+    above.mkdir()
+    above.chmod(0o775)
+    private.make(above / "run" / "n1")
+    assert mode(above) == 0o755
+    assert mode(above / "run" / "n1") == 0o700

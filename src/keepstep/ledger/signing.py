@@ -15,7 +15,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.errors import ConfigError
+from keepstep.errors import ConfigError, of_disk
 from keepstep.ledger import verify
 
 
@@ -77,7 +77,8 @@ def load_or_make(path: Path) -> Signer:
             os.link(fresh, path)
         fresh.unlink()
     except OSError as error:
-        raise ConfigError(f"cannot write the signing key {path}: {error.strerror}") from error
+        fresh.unlink(missing_ok=True)
+        raise of_disk(error, f"cannot write the signing key {path}") from error
     return load(path)
 
 

@@ -20,12 +20,12 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from keepstep import codec, logs, tls
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig, load
-from keepstep.errors import Alone, Behind, ConfigError, Deposed, Permanent, Transient
+from keepstep.errors import Alone, Behind, ConfigError, Deposed, Permanent, Transient, of_disk
 from keepstep.ledger.signing import Signer
 from keepstep.model import Term
 from keepstep.orchestrator import alerts, lease, replica
@@ -41,6 +41,7 @@ from keepstep.orchestrator.run import Orchestrator
 from keepstep.orchestrator.stepping_down import OTHERS_SECONDS, Past
 from keepstep.orchestrator.tokens import Tokens
 
+T = TypeVar("T")
 EXIT_BROKEN = 1
 EXIT_USAGE = 2
 EXIT_DEPOSED = 3
@@ -79,17 +80,21 @@ async def _serve(
     refuse_password(asked.journal)
     gate, secure = _gate(config, token), _secure(config)
     where = asked.journal or config.journal
-    journal = await _opened(where, config)
-    door = Door()
+    door, waits = Door(), Waits()
     server = HttpServer(door.handle, connections_max=config.connections_max)
     host, wanted = _host_and_port(asked.listen)
-    place = Place(journal, config, token, gate, rules, signer_of(where, config))
+    journal: Journal | None = None
     try:
-        # Before anybody is deposed: who cannot listen cannot lead.
+        # Before anybody is deposed: who cannot listen cannot lead. And whoever asks how we are has
+        # an answer while a full disk is waited for.
         port = await _listen(server, (host, wanted), asked.port_file, secure)
+        show_port = await waits.until(lambda: _written_port(asked.port_file, port))
+        journal = await waits.until(lambda: open_journal(where, config))
+        signer = await waits.until(lambda: signer_of(where, config))
+        place = Place(journal, config, token, gate, rules, signer)
 
         def tell(term: Term | None = None) -> None:
-            _write_port(asked.port_file, port)
+            show_port()
             log("listening", host=host, port=port, term=term, tls=secure is not None)
 
         if isinstance(journal, PostgresJournal):
@@ -102,18 +107,9 @@ async def _serve(
         await _until_told(work)
     finally:
         await server.close()
-        journal.close()
+        if journal is not None:
+            journal.close()
     return 0
-
-
-async def _opened(where: str, config: OrchestratorConfig) -> Journal:
-    """A file on a full disk is waited for, as a database is."""
-    waits = Waits()
-    while True:
-        try:
-            return open_journal(where, config)
-        except Transient as error:
-            await waits.out(error)
 
 
 async def _until_told(work: Coroutine[Any, Any, None]) -> None:
@@ -178,6 +174,14 @@ class Waits:
             self._told = str(error)
             log("waiting", why=self._told)
         await asyncio.sleep(error.retry_after_seconds)
+
+    async def until(self, call: Callable[[], T]) -> T:
+        """A file on a full disk is waited for, as a database is."""
+        while True:
+            try:
+                return call()
+            except Transient as error:
+                await self.out(error)
 
 
 async def _lead_alone(
@@ -284,11 +288,20 @@ async def _listen(
     return port
 
 
-def _write_port(port_file: Path | None, port: int) -> None:
-    if port_file is not None:
-        fresh = port_file.with_suffix(".new")
+def _written_port(port_file: Path | None, port: int) -> Callable[[], None]:
+    """What shows the port, once we serve: it finds room even if there is none left by then."""
+    if port_file is None:
+        return lambda: None
+    fresh = port_file.with_suffix(".new")
+    try:
         fresh.write_text(f"{port}\n", encoding="utf-8")
+    except OSError as error:
+        raise of_disk(error, f"cannot write {port_file}") from error
+
+    def show() -> None:
         fresh.replace(port_file)
+
+    return show
 
 
 def log(event: str, **facts: object) -> None:

@@ -46,22 +46,19 @@ class Intake:
         self._coming: Counter[tuple[str, JobId]] = Counter()
         """What is submitted and not decided yet, and by how many: else all that come at the same
         instant would be let in before the first of them was counted."""
-        self._coming_of: Counter[str] = Counter()
         self._seen: tuple[JobId, ...] = ()
         self._open_of: Counter[str] = Counter()
 
     @contextmanager
     def room_for(self, spec: JobSpec, caller: Caller, cluster: Cluster) -> Iterator[None]:
         """For as long as this job is decided about. Raises BadRequest if it is not let in."""
-        known = cluster.jobs.get(spec.job)
-        if known is not None and not known.state.over:
+        if _is_open(spec.job, cluster):
             yield
             return
         check(spec)
         coming = (spec.project, spec.job)
         if coming not in self._coming:
             self._check_number(spec.project, caller, cluster)
-            self._coming_of[spec.project] += 1
         self._coming[coming] += 1
         try:
             yield
@@ -69,21 +66,26 @@ class Intake:
             self._coming[coming] -= 1
             if not self._coming[coming]:
                 del self._coming[coming]
-                self._coming_of[spec.project] -= 1
-                self._coming_of += Counter()  # Without those that have none left.
 
     def _check_number(self, project: str, caller: Caller, cluster: Cluster) -> None:
         if cluster.open_jobs is not self._seen:
             self._seen = cluster.open_jobs
             self._open_of = Counter(cluster.jobs[name].spec.project for name in self._seen)
         # Whoever sees everything is of no project, and bound by the whole alone.
-        of_project = self._open_of[project] + self._coming_of[project]
+        # What was decided and is not on disk yet is open already, and still coming: once is enough.
+        coming = [one for one in self._coming if not _is_open(one[1], cluster)]
+        of_project = self._open_of[project] + sum(of == project for of, _ in coming)
         if caller.project and of_project >= self._project_max:
             why = f"project {project} has {self._project_max} open jobs, and may have no more"
             fix = "stop some, or wait until some are over; the setting is project_open_jobs_max"
             raise BadRequest(429, why, fix)
-        if len(self._seen) + len(self._coming) >= self._total_max:
+        if len(self._seen) + len(coming) >= self._total_max:
             # How many there are of whom is not a project's to know.
             why = f"no more than {self._total_max} jobs may be open at once in this cluster"
             fix = "stop some, or wait until some are over; the setting is open_jobs_max"
             raise BadRequest(429, why, fix)
+
+
+def _is_open(name: JobId, cluster: Cluster) -> bool:
+    known = cluster.jobs.get(name)
+    return known is not None and not known.state.over

@@ -65,8 +65,9 @@ say no: the attempt goes on in a thread, and the caller's loop can hear others m
 CALL_SECONDS_MAX = 15.0
 """A call that has no answer by then is cut off. The server's own limits, below, end it earlier
 unless the server is frozen or the network swallows everything."""
-BRING_SECONDS_MAX = 60.0
-"""The same for the text of a snapshot, for which nobody waits."""
+BRING_SECONDS_MAX = 300.0
+"""The same for the text of a snapshot, for which nobody waits; the server's limit is raised to it.
+A network that swallows everything is noticed by `tcp_user_timeout`."""
 BRIEF_SECONDS_MAX = 2.0
 """The same for a write and for a page of an export. The caller's loop hears nobody meanwhile, and
 agents leave that have no pulse for 4 s. An append that was merely slow is found to have landed."""
@@ -227,6 +228,7 @@ class PostgresJournal:
             connection, self._stop_carrying = self._bounded(bound, connect, BRING_SECONDS_MAX)
             if self._closed:
                 raise Transient("the journal is closed", RETRY_SECONDS)
+            connection.execute(sql.LEISURE, (f"{BRING_SECONDS_MAX}s",))
             connection.execute(sql.BRING, {"at_seq": at_seq, "brought": -term, "body": body})
         return brought
 

@@ -22,6 +22,7 @@ SELECT set_config('statement_timeout', '10s', false),
         CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on'
         ELSE current_setting('synchronous_commit') END, false)
 """
+LEISURE = "SELECT set_config('statement_timeout', %s, false)"
 HURRY = "SELECT set_config('lock_timeout', %s, false)"
 CLOCK_WENT_BACK = "written_at > clock_timestamp() + interval '5 s'"
 """A write is never later than now: this database's clock is another than the one before. It was
@@ -119,10 +120,12 @@ kept AS (
     -- The text stays where it is: only the number of its link is written.
     UPDATE keepstep.snapshots SET link = %(link)s FROM lead
     WHERE snapshots.seq = %(at_seq)s AND link = %(brought)s
+    RETURNING snapshots.seq
 ), forgotten AS (
-    -- This statement does not see its own update: it keeps one less of the others. What was
-    -- brought and never vouched for is of leaders that are gone.
-    DELETE FROM keepstep.snapshots USING lead
+    -- This statement does not see its own update: it keeps one less of the others, and all of them
+    -- if the text is gone, as after a change to a server that is behind. What was brought and never
+    -- vouched for is of leaders that are gone.
+    DELETE FROM keepstep.snapshots USING kept
     WHERE snapshots.seq > 0 AND snapshots.seq <> %(at_seq)s AND snapshots.seq NOT IN (
         SELECT seq FROM keepstep.snapshots WHERE seq <> %(at_seq)s AND link > 0 ORDER BY seq DESC
         LIMIT %(others)s)

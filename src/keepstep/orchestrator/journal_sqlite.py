@@ -9,7 +9,6 @@ alone.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import sqlite3
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep import codec
-from keepstep.errors import ConfigError, Deposed, Permanent, Transient
+from keepstep.errors import ConfigError, Deposed, Permanent, Transient, of_disk
 from keepstep.model import Term
 from keepstep.orchestrator.journal import (
     CLUSTER,
@@ -244,9 +243,7 @@ def make_private(path: Path, *, parents: bool = False) -> None:
         for end in FILES:
             tighten(path.with_name(path.name + end))
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise Transient(f"the journal's file: {error.strerror}", RETRY_SECONDS) from error
-        raise ConfigError(f"cannot open {path}: {error.strerror}") from error
+        raise of_disk(error, f"cannot open {path}") from error
 
 
 def tighten(path: Path) -> None:

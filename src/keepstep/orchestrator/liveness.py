@@ -118,6 +118,10 @@ class Liveness:
             number = len(self.last_heard)
             soon = self._overdue(now, patience, lambda limit: limit - beat_seconds(number, limit))
             crowd = len(soon) - 1
+            if any(patience.of(node) < patience.usual for node in silent):
+                # Who is judged sooner than others must not be alone for that: if it is our own
+                # fault, they have missed their heartbeats as well, and are not due yet.
+                crowd = max(crowd, len(self.quiet(now, patience).union(silent)) - 1)
         found = [
             (node, now - self.last_heard.pop(node), crowd - told)
             for told, node in enumerate(silent)
