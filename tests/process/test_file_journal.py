@@ -48,8 +48,8 @@ def test_an_orchestrator_on_a_full_disk_waits_for_room(one: Process):
     pid, endless = one.process.pid, resource.RLIM_INFINITY
     full = Path(f"{one.journal}-wal").stat().st_size
     client, answers = one.client, []
-    large = spec(arguments=("x" * 4000,) * 150)
-    assert full < 600_000
+    large = spec(arguments=("x" * 4000,) * 60)
+    assert full < 240_000
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (full, endless))
     asks = threading.Thread(target=lambda: answers.append(client.submit(large)))
     asks.start()
