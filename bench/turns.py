@@ -263,14 +263,15 @@ def judged(
     bare = [r["bare"] for r in rounds]
     ratio = figures.ratio_of_sums([r["arm"] for r in rounds], bare, args.seed)
     control = figures.ratio_of_sums([r["control"] for r in rounds], bare, args.seed)
-    weights = {tuple(sorted(set(found["digests"].values()))) for found in truths.values()}
+    # Rank by rank: of what is cut, each has its own.
+    weights = [found["digests"] for found in truths.values()]
     return {
         "seconds": {name: round(sum(r[name] for r in rounds), 3) for name in truths},
         "ratio": [ratio.value, ratio.upper, ratio.low, ratio.high],
         "control": [control.value, control.upper, control.low, control.high],
         "valid": abs(control.value - 1) <= CONTROL_OFF_MAX
         and not any(found["unmeant_starts"] for found in truths.values()),
-        "weights_equal": len(weights) == 1 and len(weights.pop()) == 1,
+        "weights_equal": bool(weights[0]) and all(one == weights[0] for one in weights),
         "strikes": strikes,
         "rounds": rounds,
         "truths": truths,

@@ -122,7 +122,7 @@ def test_steps_that_are_made_again_are_waited_for(seats: Seats, path: Path):
 def test_the_arm_is_judged_by_the_bare_job_of_its_rounds():
     args = turns.options([])
     rounds = [{"bare": 2.0, "arm": 2.2, "control": 2.0 + n % 2 * 0.02} for n in range(10)]
-    weights = {"digests": {0: "a", 1: "a"}, "unmeant_starts": 0}
+    weights = {"digests": {0: "a", 1: "b"}, "unmeant_starts": 0}
     truths = {"bare": weights, "arm": weights, "control": weights}
     found = turns.judged(rounds, truths, [], args)
     assert found["ratio"][0] == pytest.approx(1.1)
@@ -130,7 +130,7 @@ def test_the_arm_is_judged_by_the_bare_job_of_its_rounds():
     died = weights | {"unmeant_starts": 1}
     assert not turns.judged(rounds, {**truths, "arm": died}, [], args)["valid"]
     rounds = [one | {"control": 2.1} for one in rounds]
-    other = weights | {"digests": {0: "a", 1: "b"}}
+    other = weights | {"digests": {0: "a", 1: "c"}}
     found = turns.judged(rounds, {**truths, "arm": other}, [], args)
     assert (found["valid"], found["weights_equal"]) == (False, False)
 
