@@ -90,7 +90,7 @@ class Arm:
         signal_all(self.pids, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        signal_all(self.pids, signal.SIGCONT)
+        wake(self.pids)
 
     def run(self, steps: int, lead: int = LEAD_STEPS) -> float:
         """One block, from thaw to freeze; its seconds, without the hand-over."""
@@ -457,6 +457,10 @@ def _read_line(connection: socket.socket) -> dict[str, Any]:
         data += piece
     plain: dict[str, Any] = json.loads(data)
     return plain
+
+
+def wake(pids: Sequence[int]) -> None:
+    signal_all(pids, signal.SIGCONT)
 
 
 def signal_all(pids: Sequence[int], number: signal.Signals) -> None:

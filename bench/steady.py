@@ -299,19 +299,11 @@ def gated(name: str, spec: str, directory: Path, args: argparse.Namespace) -> It
                     connection.close()
             finally:
                 # Stopped processes do not end when they are told to.
-                thaw(list(marked(plan.directory)))
+                overhead.wake(list(marked(plan.directory)))
                 arm.stop()
                 end_marked(plan.directory)
     finally:
         os.environ.pop(GATE, None)
-
-
-def thaw(pids: list[int]) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGCONT)
-        except ProcessLookupError:
-            continue
 
 
 def check(arm: Any) -> None:

@@ -35,7 +35,7 @@ from bench.arms.arm import Arm, load
 from bench.harness import Follower
 from bench.launch import Local, end_marked, marked
 from bench.plan import Plan
-from bench.steady import thaw, wait_idle
+from bench.steady import wait_idle
 from bench.turn_line import Seats
 from bench.workload.log import TURN
 from bench.workload.order import Order
@@ -124,7 +124,7 @@ class Job:
 
     def turn(self, size: Size, strike: scenario.Strike | None = None, after: float = 0.0) -> float:
         """One block, from thaw to freeze; its seconds, without the hand-over."""
-        thaw(self.processes())
+        overhead.wake(self.processes())
         self.leads += self.go(size.lead)
         seconds = self.go(size.block, strike, after)
         self.freeze()
@@ -133,7 +133,7 @@ class Job:
 
     def finish(self) -> dict[str, Any]:
         """To the last step, and what came of it."""
-        thaw(self.processes())
+        overhead.wake(self.processes())
         self.go(self.plan.steps - self.done)
         self.seats.let_until(self.plan.steps + 1)
         follower = Follower(self.plan.truth, self.plan.world)
@@ -209,7 +209,7 @@ def measure(spec: str, args: argparse.Namespace) -> dict[str, Any]:
             for name, arm in (("bare", "bare"), ("arm", spec), ("control", "bare"))
         ]
         for job in jobs:
-            thaw(job.processes())
+            overhead.wake(job.processes())
             job.go(WARM_STEPS)
             job.freeze()
         made = [one_round(jobs, number, size, faults) for number in range(size.rounds)]
@@ -228,7 +228,7 @@ def size_of(spec: str, args: argparse.Namespace) -> Size:
         raise Permanent(f"{spec} gives up who is stopped for {patience:g} s: it cannot take turns")
     with rig.scratch("turns") as directory:
         with started("trial", "bare", directory / "trial", args, 3 * WARM_STEPS) as job:
-            thaw(job.processes())
+            overhead.wake(job.processes())
             job.go(WARM_STEPS)
             step = job.go(WARM_STEPS) / WARM_STEPS
     block, lead = steady.spread_block(step, int(arm.settings.get("every_steps", 1)))
@@ -291,7 +291,7 @@ def tell(spec: str, run: dict[str, Any]) -> None:
         f"{whole['arm'] / whole['bare']:.3f} with all steps; {found['recomputed']} steps "
         f"again, {found['lost']} samples lost, {found['doubled']} doubled, weights "
         f"{'equal' if run['weights_equal'] else 'differ'}"
-        f"{'' if run['valid'] else ': invalid, the control is off or somebody died of himself'}",
+        f"{'' if run['valid'] else ': invalid, the control is off or a rank died unstruck'}",
         flush=True,
     )
 
@@ -320,7 +320,7 @@ def started(
                 yield job
             finally:
                 # Stopped processes do not end when they are told to.
-                thaw(job.processes())
+                overhead.wake(job.processes())
                 arm.stop()
                 end_marked(plan.directory)
     finally:

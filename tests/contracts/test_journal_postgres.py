@@ -34,7 +34,14 @@ from keepstep.orchestrator import (
 )
 from keepstep.orchestrator.__main__ import EXIT_USAGE, main
 from keepstep.orchestrator.cut_off import cut_off_late
-from keepstep.orchestrator.journal import Entry, Standing, grow, verify, write_snapshot
+from keepstep.orchestrator.journal import (
+    Brought,
+    Entry,
+    Standing,
+    grow,
+    verify,
+    write_snapshot,
+)
 from keepstep.orchestrator.journal_postgres import PostgresJournal
 from keepstep.orchestrator.journals import open_journal, refuse_password
 from keepstep.orchestrator.run import Orchestrator
@@ -259,12 +266,19 @@ def test_a_late_text_replaces_neither_a_later_terms_nor_one_that_is_vouched_for(
     verify(new)
 
 
-def test_a_text_whose_connection_breaks_is_transient_trouble(place: Place):
+def a_text_that_is_stuck(
+    place: Place,
+) -> tuple[PostgresJournal, Standing, Stuck, Future[Brought]]:
     journal = place.journal()
     now = journal.begin_term()
     stuck = Stuck(place)
     bringing = journal.bring(now.term, "{}", 0)
     until(stuck.somebody_waits, "the text to be stuck")
+    return journal, now, stuck, bringing
+
+
+def test_a_text_whose_connection_breaks_is_transient_trouble(place: Place):
+    journal, now, stuck, bringing = a_text_that_is_stuck(place)
     place.look(f"SELECT pg_terminate_backend(pid) FROM ({Stuck.WAITERS}) waiters")
     with pytest.raises(Transient, match="the journal's database"):
         bringing.result(SECONDS_MAX)
@@ -273,11 +287,7 @@ def test_a_text_whose_connection_breaks_is_transient_trouble(place: Place):
 
 
 def test_who_leaves_does_not_wait_for_a_text_on_its_way(place: Place):
-    journal = place.journal()
-    now = journal.begin_term()
-    stuck = Stuck(place)
-    bringing = journal.bring(now.term, "{}", 0)
-    until(stuck.somebody_waits, "the text to be stuck")
+    journal, now, stuck, bringing = a_text_that_is_stuck(place)
     journal.close()
     with pytest.raises(Transient):
         bringing.result(SECONDS_MAX)
