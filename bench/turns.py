@@ -263,19 +263,23 @@ def judged(
     bare = [r["bare"] for r in rounds]
     ratio = figures.ratio_of_sums([r["arm"] for r in rounds], bare, args.seed)
     control = figures.ratio_of_sums([r["control"] for r in rounds], bare, args.seed)
-    # Rank by rank: of what is cut, each has its own.
-    weights = [found["digests"] for found in truths.values()]
     return {
         "seconds": {name: round(sum(r[name] for r in rounds), 3) for name in truths},
         "ratio": [ratio.value, ratio.upper, ratio.low, ratio.high],
         "control": [control.value, control.upper, control.low, control.high],
         "valid": abs(control.value - 1) <= CONTROL_OFF_MAX
         and not any(found["unmeant_starts"] for found in truths.values()),
-        "weights_equal": bool(weights[0]) and all(one == weights[0] for one in weights),
+        "weights_equal": weights_equal(truths),
         "strikes": strikes,
         "rounds": rounds,
         "truths": truths,
     }
+
+
+def weights_equal(truths: dict[str, dict[str, Any]]) -> bool:
+    """Of all jobs, rank by rank: of what is cut, each has its own."""
+    first, *others = (found["digests"] for found in truths.values())
+    return bool(first) and all(one == first for one in others)
 
 
 def tell(spec: str, run: dict[str, Any]) -> None:

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import turns
+from bench import turn_report, turns
 from bench.turn_line import Seats
 from bench.workload.turn import Turn
 from keepstep.errors import Permanent
@@ -138,3 +139,45 @@ def test_the_arm_is_judged_by_the_bare_job_of_its_rounds():
 def test_who_would_take_a_turn_of_others_for_a_fault_takes_none():
     with pytest.raises(Permanent, match="gives up who is stopped for 1 s"):
         turns.size_of("torchft:tuned", turns.options([]))
+
+
+def result(arm: list[float], *, strikes: int, workload: str = "ddp", size: str = "3m") -> Any:
+    """A raw result: the last round is the one with the strikes."""
+    struck = [0.0] * (len(arm) - 1) + [float(strikes)]
+    rounds = [
+        {"bare": 2.0, "arm": seconds, "control": 2.0, "strikes": so_far}
+        for seconds, so_far in zip(arm, struck, strict=True)
+    ]
+    found = {"digests": {"0": "a"}, "recomputed": 0, "lost": 0, "unmeant_starts": 0}
+    truths = dict.fromkeys(("bare", "arm", "control"), found)
+    run = {"rounds": rounds, "strikes": [{}] * strikes, "truths": truths}
+    options = {"scenario": "kills", "size": size, "ranks": 4, "workload": workload}
+    options |= {"quick": False, "seed": 1}
+    return {"options": options, "runs": {"keepstep": run, "torchft": {"failed": "it did"}}}
+
+
+def test_rounds_of_several_runs_are_told_together():
+    first, second = result([2.1, 2.1, 3.1], strikes=1), result([2.3, 2.3, 2.3], strikes=0)
+    lines = turn_report.table([first, second, result([2.0, 2.5], strikes=1, workload="fsdp")])
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    assert [row[0] for row in cells] == ["ddp, keepstep", "fsdp, keepstep"]
+    calm = (2.1 * 2 + 2.3 * 3) / 10
+    ddp = dict(zip(turn_report.HEAD, cells[0], strict=True))
+    assert (ddp["runs"], ddp["strikes"]) == ("2", "1")
+    assert ddp["time, by the bare engine"].startswith(f"{14.2 / 12:.3f} [")
+    assert ddp["calm"] == f"{calm:.3f}"
+    pause = 3.1 - calm * 2
+    assert ddp["pauses, s"] == f"{pause:.1f} to {pause:.1f}"
+    assert ddp["weights"] == "equal"
+
+
+def test_a_row_whose_control_is_off_is_in_brackets():
+    off = result([2.1, 2.1], strikes=1)
+    for one in off["runs"]["keepstep"]["rounds"]:
+        one["control"] = 2.05
+    assert "(1.050 [" in turn_report.table([off])[2]
+
+
+def test_runs_that_do_not_train_the_same_are_not_told_together():
+    with pytest.raises(Permanent, match="not one scenario, size"):
+        turn_report.table([result([2.1], strikes=1), result([2.1], strikes=1, size="100m")])

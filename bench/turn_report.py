@@ -1,0 +1,152 @@
+"""What runs of bench.turns say together, from their raw results alone.
+
+    python -m bench.turn_report bench/results/turns-*.json.gz
+
+One row per workload and arm. Rounds are pairs of an arm's seconds and the bare engine's, so those
+of several runs are taken together: the interval gets narrower, and the control's error smaller.
+Machines may differ, as the pace of one does. "Calm" is the ratio without the rounds in which
+somebody was struck, and a pause what a round with a strike took longer than calm ones would have.
+A row whose control is off by more than the bench allows is in brackets.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import figures
+from bench.turns import CONTROL_OFF_MAX, weights_equal
+from keepstep.errors import KeepstepError, Permanent
+
+HEAD = (
+    "workload, arm",
+    "runs",
+    "strikes",
+    "time, by the bare engine",
+    "calm",
+    "pauses, s",
+    "control",
+    "steps again, samples lost",
+    "weights",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Runs of one arm with one workload, one after another."""
+
+    runs: Sequence[dict[str, Any]]
+    seed: int
+
+    def rounds(self, struck: bool | None = None) -> list[dict[str, Any]]:
+        """All of them; or only those with a strike, or without."""
+        return [
+            one
+            for run in self.runs
+            for one, strikes in zip(run["rounds"], _strikes(run), strict=True)
+            if struck is None or struck == (strikes > 0)
+        ]
+
+    def ratio(self, name: str, struck: bool | None = None) -> figures.Ratio:
+        """Of the sums over rounds, by the bare engine's."""
+        rounds = self.rounds(struck)
+        return figures.ratio_of_sums(
+            [one[name] for one in rounds], [one["bare"] for one in rounds], self.seed
+        )
+
+    def pauses(self) -> list[float]:
+        calm = self.ratio("arm", struck=False).value
+        return [one["arm"] - calm * one["bare"] for one in self.rounds(struck=True)]
+
+    def sum_of(self, name: str) -> int:
+        return sum(int(run["truths"]["arm"][name]) for run in self.runs)
+
+    @property
+    def strikes(self) -> int:
+        return sum(len(run["strikes"]) for run in self.runs)
+
+    @property
+    def weights_equal(self) -> bool:
+        """Rank by rank, and known at all."""
+        return all(weights_equal(run["truths"]) for run in self.runs)
+
+    @property
+    def valid(self) -> bool:
+        off = abs(self.ratio("control").value - 1)
+        unmeant = any(
+            found.get("unmeant_starts") for run in self.runs for found in run["truths"].values()
+        )
+        return off <= CONTROL_OFF_MAX and not unmeant
+
+
+def main(paths: Sequence[str]) -> int:
+    if not paths:
+        print(__doc__)
+        return 2
+    try:
+        rows = table([json.loads(gzip.decompress(Path(path).read_bytes())) for path in paths])
+    except (KeepstepError, OSError, ValueError) as error:
+        print(f"bench.turn_report: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(rows))
+    return 0
+
+
+def table(results: Sequence[dict[str, Any]]) -> list[str]:
+    """In Markdown, by workload and then by time."""
+    found = sorted(
+        gathered(results).items(), key=lambda row: (row[0][0], row[1].ratio("arm").value)
+    )
+    if not found:
+        raise Permanent("no run in these files came to its end")
+    lines = [list(HEAD), ["---"] * len(HEAD)]
+    lines += [_row(f"{workload}, {arm}", turns) for (workload, arm), turns in found]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def gathered(results: Sequence[dict[str, Any]]) -> dict[tuple[str, str], Turns]:
+    """By workload and arm. What is told together must have trained the same."""
+    alike = {json.dumps([r["options"][n] for n in ("scenario", "size", "ranks")]) for r in results}
+    if len(alike) > 1:
+        raise Permanent(f"not one scenario, size and number of ranks: {'; '.join(sorted(alike))}")
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for result in results:
+        for arm, run in result["runs"].items():
+            if result["options"]["quick"] or "failed" in run:
+                continue
+            runs.setdefault((result["options"]["workload"], arm), []).append(run)
+    seed = results[0]["options"]["seed"] if results else 0
+    return {key: Turns(of_key, seed) for key, of_key in runs.items()}
+
+
+def _row(name: str, turns: Turns) -> list[str]:
+    ratio, pauses = turns.ratio("arm"), turns.pauses()
+    figure = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+    return [
+        name,
+        str(len(turns.runs)),
+        str(turns.strikes),
+        figure if turns.valid else f"({figure})",
+        f"{turns.ratio('arm', struck=False).value:.3f}",
+        f"{min(pauses):.1f} to {max(pauses):.1f}" if pauses else "-",
+        f"{turns.ratio('control').value:.3f}",
+        f"{turns.sum_of('recomputed')}, {turns.sum_of('lost')}",
+        "equal" if turns.weights_equal else "differ",
+    ]
+
+
+def _strikes(run: dict[str, Any]) -> Iterator[float]:
+    """In each round: it says how many there were so far."""
+    before = 0.0
+    for one in run["rounds"]:
+        yield one["strikes"] - before
+        before = one["strikes"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
