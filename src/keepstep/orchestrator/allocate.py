@@ -77,6 +77,9 @@ def room(turn: Turn, job: Job) -> None:
     migration = job.migration
     if migration is None or migration.saves:
         return
+    # After a takeover this is asked for each agent that comes back, and the next is dear then.
+    if migration.phase not in (Phase.FALLBACK, Phase.HOLD):
+        return
     if suspicion.knows_more(turn.cluster, job, turn.now):
         return
     if migration.phase is Phase.FALLBACK:

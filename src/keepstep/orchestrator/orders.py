@@ -6,7 +6,7 @@ safe to repeat and carries the same id each time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from operator import attrgetter
 
@@ -172,16 +172,18 @@ def _nodes(
     cluster: Cluster, job: Job, only: NodeId | None, without: Iterable[Rank] = ()
 ) -> list[NodeId]:
     """Nodes with seats of the job, in the order of ranks; with `only`, that one at most."""
+    # No line of Python per seat: each phase of each generation asks.
     seats = _seats(cluster, job, only)
-    absent = without if isinstance(without, dict) else set(without)
-    if absent:
-        seats = [seat for seat in seats if seat.rank not in absent]
-    # No line of Python per seat, if all are there: each phase of each generation asks.
-    nodes = dict.fromkeys(map(_NODE, seats))
+    assert job.roster is not None
+    present = bytearray(b"\1") * len(job.roster.seats)
+    for rank in without:
+        present[rank] = 0
+    there = present if only is None else [present[seat.rank] for seat in seats]
+    nodes = dict.fromkeys(map(_NODE, compress(seats, there)))
     return list(compress(nodes, map(_ALIVE, map(cluster.nodes.__getitem__, nodes))))
 
 
-def _seats(cluster: Cluster, job: Job, only: NodeId | None) -> Iterable[Seat]:
+def _seats(cluster: Cluster, job: Job, only: NodeId | None) -> Sequence[Seat]:
     assert job.roster is not None
     if only is None:
         return job.roster.seats

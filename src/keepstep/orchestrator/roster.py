@@ -8,7 +8,6 @@ place: see `moves`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections import Counter
@@ -26,13 +25,12 @@ from keepstep.model import (
     Roster,
     Seat,
 )
-from keepstep.orchestrator import alike, portions
+from keepstep.orchestrator import alike, portions, strides
 from keepstep.orchestrator.state import NodeState, Settled
 from keepstep.wire import Home, SeatReport
 
 _Said = Sequence[tuple[SeatReport, Sequence[Rank]]]
 """Reports, each with the ranks that share it: see alike.py."""
-STRIDES_TRIED_MAX = 64
 RACK_LABELS = ("rack", "switch", "nvlink_domain")
 """Labels of nodes that are lost together, the widest first."""
 SOURCES_PER_MOVE_MAX = 4
@@ -74,7 +72,7 @@ def build(
     said = {text: _shared(text) for text in set(texts)}
     told = {name for parts in said.values() for name in parts}
     domains = [_domain(name, said, texts, own) for name in RACK_LABELS if name in told]
-    stride = mirror_stride(own, *domains)
+    stride = strides.best(own, *domains)
     return Roster(job, generation, secret, store_node, stride, tuple(seats))
 
 
@@ -99,55 +97,6 @@ def _shared(text: str) -> Mapping[str, str]:
     """The labels of `shares`. Asked for each seat of each generation; racks are few."""
     # A label may hold anything, line breaks among it: what is left of one shares nothing.
     return {name: value for name, _, value in (s.partition("=") for s in text.splitlines())}
-
-
-def mirror_stride(nodes: Sequence[NodeId], *domains: Sequence[str]) -> int:
-    """The smallest k that puts rank r and rank (r + k) mod N on different nodes, for all r.
-
-    And in different racks, on different switches and so on, if that can be had. Where nothing does
-    (a node with most of the ranks), the k with fewest collisions, of nodes first, then of the wider
-    domains; on one node none at all: a copy there would go with the original.
-    """
-    size = len(nodes)
-    if len(set(nodes)) <= 1:
-        return 0
-    own = list(nodes)
-    # What all of them share cannot be avoided.
-    places: list[list[NodeId] | list[str]] = [own, *(list(d) for d in domains if len(set(d)) > 1)]
-    # Ranks lie in blocks: a stride that is shorter than a block leaves two ranks of it together,
-    # and so does one that is nearly the whole way round.
-    blocks = [_longest(each) for each in places]
-    first = max(blocks)
-    for stride in range(first, min(size - first, first + STRIDES_TRIED_MAX - 1) + 1):
-        if not any(_collide(each, stride) for each in reversed(places)):
-            return stride
-    best, fewest = 1, [size + 1]
-    for stride in (*range(1, min(size, STRIDES_TRIED_MAX + 1)), *(b for b in blocks if b < size)):
-        if own[0] == own[stride] and fewest[0] == 0:
-            continue
-        collisions = [_collisions(own, stride)]
-        if collisions[0] > fewest[0]:
-            continue
-        collisions += (_collisions(each, stride) for each in places[1:])
-        if collisions < fewest:
-            best, fewest = stride, collisions
-    return best
-
-
-def _longest(places: list[NodeId] | list[str]) -> int:
-    """The longest run of the same place."""
-    if len(set(places)) == len(places):
-        return 1
-    return max(len(list(run)) for _, run in itertools.groupby(places))
-
-
-def _collisions(places: list[NodeId] | list[str], stride: int) -> int:
-    return sum(map(operator.eq, places, places[stride:] + places[:stride]))
-
-
-def _collide(places: list[NodeId] | list[str], stride: int) -> bool:
-    """Whether there is any. Found early, if there are some: dozens of strides may be tried."""
-    return any(map(operator.eq, places, places[stride:] + places[:stride]))
 
 
 def store_node(

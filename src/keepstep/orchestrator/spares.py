@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import operator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from keepstep.model import NodeId, Rank
@@ -22,6 +24,7 @@ from keepstep.orchestrator.turn import Turn
 from keepstep.wire import DropStandby, StartStandby, Stop
 
 REFILL_SECONDS_MAX = 60.0
+_NODE = operator.attrgetter("node")
 
 
 def lower_standbys(cluster: Cluster, job: Job) -> dict[placing.Place, Job]:
@@ -106,12 +109,17 @@ def settle(cluster: Cluster, job: Job, *settled: Settled) -> None:
     """Private state is in these rosters' nodes, newest first. Where its ranks were before, nobody
     looks for it any more; but it is still in those nodes' memory, until they are told to stop. Not
     remembered: where a joiner died before all went on. That node asks with its next Hello."""
-    before = {seat.node for each in job.settled for seat in each.roster.seats}
+    before = _nodes_of(job.settled)
     job.settled = settled[:SETTLED_MAX]
-    now = {seat.node for each in job.settled for seat in each.roster.seats}
+    now = _nodes_of(job.settled)
     # Nodes that are forgotten tell of it when they come back. The others bound this.
     left = {node for node in {*before, *job.places} - now if node in cluster.nodes}
     job.places = tuple(sorted(left, key=natural))
+
+
+def _nodes_of(settled: Iterable[Settled]) -> set[NodeId]:
+    """No line of Python per seat: each generation asks."""
+    return set(map(_NODE, itertools.chain.from_iterable(each.roster.seats for each in settled)))
 
 
 def clear(turn: Turn, job: Job, exit_code: int, why: str) -> None:
@@ -121,7 +129,7 @@ def clear(turn: Turn, job: Job, exit_code: int, why: str) -> None:
         nodes |= {seat.node for seat in job.roster.seats}
     # Where its ranks were before, too: their private state is still in those nodes' memory.
     nodes |= set(job.places)
-    nodes |= {seat.node for settled in job.settled for seat in settled.roster.seats}
+    nodes |= _nodes_of(job.settled)
     # Everywhere: a worker that was to be killed may hold a slot of a node without any seat.
     for node, state in turn.cluster.nodes.items():
         ours = [slot for slot, user in state.uses.items() if _ours(turn.cluster, job, node, user)]
