@@ -22,6 +22,7 @@ the seven is shown beside the median for that reason; what must hold is the medi
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
 import resource
@@ -228,6 +229,7 @@ def snapshots() -> dict[str, float]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="bench.brain", description=__doc__).parse_args()
     heads = ("fault", "plan", "resume", "decisions", "best", "reports")
     print(f"{'ranks':>14} " + " ".join(f"{head:>9}" for head in heads))
     raw: dict[str, list[dict[str, float]]] = {}

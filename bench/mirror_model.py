@@ -10,6 +10,7 @@ with the gradients, and behind it an eighth of a capsule; 17 places for records,
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -196,6 +197,7 @@ def _ms(seconds: float) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="bench.mirror_model", description=__doc__).parse_args()
     print(per_step())
     print()
     print(at_hand())

@@ -27,7 +27,7 @@ at 3 a.m.:
   keepstep status                what runs where, and what is wrong
   keepstep watch                 the same, live, with reasons as they happen
   keepstep explain               the story of the newest incident
-  keepstep logs --rank 3 -f      a rank's output, whichever node it is on
+  keepstep logs --rank 3 -f      a rank's output, if its log directory is here
   keepstep drain n3 --wait       empty a node, live; then it can be switched off
   keepstep undrain n3            use it again
   keepstep migrate --home        ranks go back to the nodes they started on
@@ -37,8 +37,8 @@ at 3 a.m.:
   keepstep report                where the time went, was the promise kept
 
 Commands find the orchestrator by --orchestrator, by $KEEPSTEP_ORCHESTRATOR, or
-in the newest run directory below the current one. All that show something take
-`-o json`. Several machines: see `keepstep join --help`.
+in the newest run directory below the current one; `run` joins one only by the
+first. All that show something take `-o json`. Clusters: `keepstep join --help`.
 """
 
 

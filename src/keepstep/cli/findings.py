@@ -165,7 +165,7 @@ def _endpoints(facts: Facts) -> Iterator[Finding]:
 
 def _token(facts: Facts) -> Iterator[Finding]:
     if facts.refused:
-        fix = "give the cluster's with --token-file, or $KEEPSTEP_TOKEN_FILE"
+        fix = "give a viewer's without a project with --token-file, or $KEEPSTEP_TOKEN_FILE"
         yield Finding(Level.FAIL, "token", f"refused: {facts.refused}", fix)
     if facts.token_mode is None:
         return

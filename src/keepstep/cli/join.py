@@ -31,9 +31,11 @@ a cluster of several machines, in this order:
   # on one machine
   python -m keepstep.orchestrator --listen 10.0.0.1:7070 \\
       --journal journal.db --token-file token
-  # the same on each machine that shall hold ranks: it joins, and runs the job
+  # the same on each machine that shall hold ranks: it joins, and runs the job;
+  # the directories are on storage that all of them share
   keepstep run --orchestrator http://10.0.0.1:7070 --token-file token \\
-      --job j --nnodes 2 --nproc-per-node 4 train.py
+      --job j --nnodes 2 --nproc-per-node 4 \\
+      --state-dir /shared/j --log-dir /shared/logs train.py
   # on each further machine: a spare
   keepstep join --orchestrator http://10.0.0.1:7070 --token-file token \\
       --slots 4

@@ -23,7 +23,7 @@ LOOK_SECONDS = 0.25
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("logs", help="a rank's output; -f follows it across nodes")
+    command = commands.add_parser("logs", help="a rank's output, from its log directory")
     command.add_argument("job", nargs="?", default="", help="default: the only one that runs")
     command.add_argument("--rank", type=int, required=True, metavar="R")
     command.add_argument("-f", "--follow", action="store_true", help="go on until the job is over")
@@ -36,11 +36,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(asked: argparse.Namespace) -> int:
     directory, over = _directory(asked)
     path = directory / f"rank_{asked.rank}.log"
-    if not path.exists() and not asked.follow:
-        raise ConfigError(
+    if not path.exists():
+        told = (
             f"there is no {path}; look for it on the node of the rank (keepstep status), or put "
             "--log-dir on shared storage"
         )
+        if not asked.follow:
+            raise ConfigError(told)
+        # It may be about to be written.
+        print(f"keepstep: {told}", file=sys.stderr)
     for line in tail(path, asked.lines, over if asked.follow else (lambda: True)):
         if asked.output == "json":
             _json_line(line)

@@ -101,7 +101,7 @@ class Groups:
     ) -> None:
         """Make the default group, with real backends, or with loopbacks for a joiner alone."""
         if backend not in KINDS:
-            raise ConfigError(f"backend {backend!r} cannot be re-formed: use one of {KINDS}")
+            raise ConfigError(f"backend {backend!r} cannot be re-formed: use gloo")
         self._kind, self._rank, self._world_size = backend, rank, world_size
         self._timeout = timeout
         self._rehearsing = rehearse
@@ -448,7 +448,7 @@ class Groups:
         kinds = {part.rpartition(":")[2] for part in backend.lower().split(",")}
         if len(kinds) == 1 and kinds <= set(KINDS):
             return kinds.pop()
-        raise ConfigError(f"a group on {backend!r} cannot be re-formed: use one of {KINDS}")
+        raise ConfigError(f"a group on {backend!r} cannot be re-formed: use gloo")
 
     def _raise_trouble(self) -> None:
         trouble, self._made_trouble = self._made_trouble, None
