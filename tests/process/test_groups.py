@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 
 import pytest
+from torch.distributed import HashStore
 
 from keepstep.errors import ConfigError
 from keepstep.training import lost
 from keepstep.training.group_log import GroupRecord, decode_log, encode_log, merge_logs
+from keepstep.training.groups import Groups
 from keepstep.training.swap import build as swap_build
 from tests.process import group_jobs as jobs
 from tests.process.world import World
@@ -203,6 +206,11 @@ def test_logs_of_several_ranks_merge_into_one_order_and_survive_json():
         (2, "2", False),
     ]
     assert decode_log(encode_log(merged)) == merged
+
+
+def test_an_engine_that_could_go_on_with_wrong_state_is_refused():
+    with pytest.raises(ConfigError, match="'nccl' cannot be re-formed yet: use gloo"):
+        Groups().init("nccl", 0, 1, HashStore(), timedelta(seconds=30))
 
 
 def test_logs_that_disagree_about_a_name_are_refused():

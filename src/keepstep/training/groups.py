@@ -52,7 +52,8 @@ __all__ = [
 
 BACKEND = "keepstep"
 SIDE = "keepstep-side"
-KINDS = ("gloo", "nccl")
+KINDS = ("gloo",)
+"""NCCL wants a gate before the optimizer after an abort: without it wrong state could go on."""
 # A backstop only: an abort frees a blocked reform at once. Connecting to a TCPStore was measured to
 # stall for 5.0 s now and then, so a limit of 5 s would turn that stall into a failed generation.
 CONNECT_SECONDS_MAX = 15.0
@@ -101,15 +102,14 @@ class Groups:
     ) -> None:
         """Make the default group, with real backends, or with loopbacks for a joiner alone."""
         if backend not in KINDS:
-            raise ConfigError(f"backend {backend!r} cannot be re-formed: use gloo")
+            raise ConfigError(f"backend {backend!r} cannot be re-formed yet: use gloo")
         self._kind, self._rank, self._world_size = backend, rank, world_size
         self._timeout = timeout
         self._rehearsing = rehearse
         self.store = PointedStore(HashStore())
         if not rehearse:
             self._formation = Formation(store, "keepstep", 0)
-        # NCCL serves no CPU tensors, and torch sends objects over the CPU wherever it may.
-        devices = ["cuda"] if backend == "nccl" else ["cpu", "cuda"]
+        devices = ["cpu", "cuda"]
         dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=devices)
         self._patch(c10d, "_new_group_with_tag", self._new_group)
         if rehearse:
@@ -448,7 +448,7 @@ class Groups:
         kinds = {part.rpartition(":")[2] for part in backend.lower().split(",")}
         if len(kinds) == 1 and kinds <= set(KINDS):
             return kinds.pop()
-        raise ConfigError(f"a group on {backend!r} cannot be re-formed: use gloo")
+        raise ConfigError(f"a group on {backend!r} cannot be re-formed yet: use gloo")
 
     def _raise_trouble(self) -> None:
         trouble, self._made_trouble = self._made_trouble, None
@@ -487,8 +487,6 @@ class Groups:
         self._unpatch_object_collectives()
         self.drop_retired()
         self._retired = old
-        if self._kind != "gloo":
-            self.drop_retired()  # Memory of the device is dearer than a pause.
 
     def drop_retired(self) -> None:
         """Free the backends that the last reform replaced. Not in a pause, and on a thread."""

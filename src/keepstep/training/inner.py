@@ -1,9 +1,9 @@
 """Build the inner backends of one generation, and give them up from any thread.
 
-For: connecting Gloo (or NCCL) under groups that stay. Two things torch does not offer are made
-here. A Gloo backend is aborted by shutting down its own sockets, which are found by looking at
-the process's sockets before and after its construction. A construction is cancelled by leaving
-it to its errand: the caller goes on at once, and the thread dies of its dead sockets.
+For: connecting Gloo under groups that stay. Two things torch does not offer are made here. A
+backend is aborted by shutting down its own sockets, which are found by looking at the process's
+sockets before and after its construction. A construction is cancelled by leaving it to its errand:
+the caller goes on at once, and the thread dies of its dead sockets.
 
 Must never: close or shut down a socket that was there before the construction began; block in
 `cancel`; hold a lock while it waits for a peer.
@@ -63,6 +63,7 @@ class Formation:
         self._cancelled = threading.Event()
         self._errands: list[Errand[list[Any]]] = []
         self._sockets: list[_Sockets] = []
+        # Held until they are forgotten: one that is freed joins its threads, and we wait for it.
         self._backends: list[Any] = []
         self._devices: list[Any] = []
 
@@ -120,10 +121,6 @@ class Formation:
             errand.leave()
         for sockets in tracked:
             sockets.shut_down()
-        for backend in list(self._backends):
-            # Gloo's abort does nothing in torch 2.13, NCCL's is the one that frees its kernels.
-            if not isinstance(backend, ProcessGroupGloo):
-                backend.abort()
 
     def forget(self) -> None:
         """Let go of the backends, so that they can be freed once nobody uses them."""
@@ -149,8 +146,6 @@ class Formation:
 
     def _construct(self, spec: InnerSpec, base: Store) -> Any:
         store = PrefixStore(f"{self._prefix}/{self.generation}/{spec.name}", base)
-        if spec.kind == "nccl":
-            return _construct_nccl(spec, store)
         gloo: Any = ProcessGroupGloo  # torch's stubs call the options by other names
         if spec.shares and self._devices:
             options = gloo._Options()
@@ -162,17 +157,6 @@ class Formation:
         self._devices = self._devices or backend.options._devices
         backend._set_sequence_number_for_group()
         return backend
-
-
-def _construct_nccl(spec: InnerSpec, store: Store) -> Any:
-    """NCCL connects at its first collective, so this returns at once and needs no backstop."""
-    import torch.distributed as dist  # where torch was built without NCCL the name is missing
-
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = spec.timeout
-    backend = dist.ProcessGroupNCCL(store, spec.rank, spec.size, options)
-    backend._set_sequence_number_for_group()
-    return backend
 
 
 class _Sockets:
