@@ -22,7 +22,7 @@ import hashlib
 import hmac
 import secrets
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,9 @@ CIPHERS = "ADH-AES256-GCM-SHA384:@SECLEVEL=0"
 RECORD_BYTES = 16 * 1024
 RECORD_EXTRA_BYTES = 29
 """Of a TLS 1.2 record with AES-GCM: 5 of head, 8 of nonce, 16 of tag."""
+SLICE_BYTES = 1024 * RECORD_BYTES
+"""Of a message that is handed to TLS at once; whole records, so that it shows nowhere. OpenSSL's
+buffer in memory takes 1.5 GiB or so, and a message may be all that a rank holds."""
 PROOF_BYTES = NONCE_BYTES = 32
 
 
@@ -132,21 +135,28 @@ class Seal:
         return self._outgoing.read()
 
     def seal(self, message: bytes | memoryview) -> bytes:
+        return b"".join(self.slices(message))
+
+    def slices(self, message: bytes | memoryview) -> Iterator[bytes]:
+        """The same piece by piece, in order, for whoever need not have it in one."""
         assert self.ready, "shake hands first"
-        if len(message):
-            self._inside.write(message)
-        return self._outgoing.read()
+        view = memoryview(message)
+        for start in range(0, len(view), SLICE_BYTES):
+            self._inside.write(view[start : start + SLICE_BYTES])
+            yield self._outgoing.read()
 
     def open(self, message: bytes | memoryview, into: memoryview) -> None:
         """Fill `into` with what was sealed as `message`, which is all of it."""
         assert self.ready, "shake hands first"
-        self._incoming.write(message)
-        got = 0
+        view = memoryview(message)
         try:
-            while got < len(into):
-                # With a buffer it says how much it read; the annotations know bytes only.
-                count: Any = self._inside.read(len(into) - got, into[got:])
-                got += count
+            for start in range(0, len(into), SLICE_BYTES):
+                room, first = into[start : start + SLICE_BYTES], sealed_bytes(start)
+                self._incoming.write(view[first : first + sealed_bytes(len(room))])
+                while len(room):
+                    # With a buffer it says how much it read; the annotations know bytes only.
+                    count: Any = self._inside.read(len(room), room)
+                    room = room[count:]
         except (ssl.SSLError, OSError) as error:
             raise NotSealed(f"what arrived was changed or is not whole: {error}") from error
 

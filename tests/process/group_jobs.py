@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import mmap
 import os
 import random
+import resource
 import select
 import signal
 import struct
@@ -179,7 +181,8 @@ def joiner(store, option, tentative):
 # ---------------------------------------------------------------- smaller claims
 
 
-def blocked_collective(store, rank, size):
+def blocked_collective(store, rank, size, full=False):
+    """Not even a file is to be had at the abort, if `full`."""
     groups = groups_of(store, rank, size)
     if rank == 1:
         store.wait(["freed"], timedelta(seconds=30))
@@ -189,6 +192,8 @@ def blocked_collective(store, rank, size):
 
     def abort():
         entered.wait(30)
+        if full:
+            fill_table()
         began.append(time.monotonic())
         groups.abort()
 
@@ -202,6 +207,15 @@ def blocked_collective(store, rank, size):
         store.set("freed", "1")
         return seconds
     return -1.0
+
+
+def fill_table():
+    """From now on every number of a file is in use."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    with contextlib.suppress(OSError):
+        while True:
+            os.open(os.devnull, os.O_RDONLY)
 
 
 def blocked_construction(store, rank, size):

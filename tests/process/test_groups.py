@@ -85,9 +85,10 @@ def test_a_standby_that_rehearsed_another_seat_takes_the_real_one(implementation
     assert found == [fault_free("default")] * jobs.WORLD
 
 
-def test_a_blocked_collective_is_freed_by_abort_from_another_thread(implementation):
+@pytest.mark.parametrize("full", [False, True], ids=["", "without a file to be had"])
+def test_a_blocked_collective_is_freed_by_abort_from_another_thread(implementation, full):
     with World(implementation) as world:
-        seconds, _ = world.run(2, jobs.blocked_collective)
+        seconds, _ = world.run(2, jobs.blocked_collective, full)
     # Nobody else would free it: its peer waits for this.
     assert 0 <= seconds < 5.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import socket
@@ -14,6 +15,7 @@ import pytest
 
 from keepstep import wire
 from keepstep.model import Generation, JobId, OrderId, Phase, Rank, Term
+from keepstep.training import link as link_module
 from keepstep.training.inbox import Inbox
 from keepstep.training.link import Link
 
@@ -144,6 +146,47 @@ def test_a_large_message_arrives_whole(path, link):
     link.send(big)
     assert agent.next() == big
     agent.die()
+
+
+def test_it_connects_although_there_was_no_file_to_be_had_at_first(path, link, monkeypatch):
+    agent = Agent(path)
+    real, asked = socket.socket, []
+
+    def scarce(*arguments, **named):
+        asked.append(arguments)
+        if len(asked) == 1:
+            raise OSError(errno.EMFILE, "too many open files")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(link_module.socket, "socket", scarce)
+    link.start()
+    try:
+        agent.accept()
+        assert isinstance(agent.next(), wire.WorkerHello)
+        assert len(asked) >= 2
+    finally:
+        agent.die()
+
+
+def test_what_an_order_raises_is_told_and_the_next_one_is_heard(path, heard, capfd):
+    def hear(message: wire.Message) -> None:
+        heard.put(message)
+        if heard.qsize() == 1:
+            raise RuntimeError("no thread to be had")
+
+    link = Link(path, lambda: wire.WorkerHello(JOB, 0, os.getpid(), Rank(3)), hear)
+    agent = Agent(path)
+    link.start()
+    agent.accept()
+    first = agent.connection
+    agent.say(order("a"))
+    agent.accept()
+    agent.say(order("b"))
+    assert [heard.get(timeout=SECONDS_MAX) for _ in "ab"] == [order("a"), order("b")]
+    link.close()
+    first.close()
+    agent.die()
+    assert "no thread to be had" in capfd.readouterr().err
 
 
 def test_it_closes_without_an_agent(link):

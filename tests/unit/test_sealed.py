@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 
+from keepstep import sealed
 from keepstep.sealed import NotSealed, Seal, sealed_bytes
 
 
@@ -31,12 +33,68 @@ def test_what_is_sealed_opens_as_it_was_and_is_as_long_as_said(size: int):
     meet(one, other)
     message = bytes(range(256)) * (size // 256) + bytes(size % 256)
     for sender, receiver in ((one, other), (other, one), (one, other)):
-        sealed = sender.seal(message)
-        assert len(sealed) == sealed_bytes(size)
-        assert size < 16 or message[:16] not in sealed
+        text = sender.seal(message)
+        assert len(text) == sealed_bytes(size)
+        assert size < 16 or message[:16] not in text
         room = bytearray(size)
-        receiver.open(sealed, memoryview(room))
+        receiver.open(text, memoryview(room))
         assert bytes(room) == message
+
+
+RECORDS = 4 * sealed.RECORD_BYTES
+
+
+@pytest.mark.parametrize("size", [0, 1, RECORDS - 1, RECORDS, RECORDS + 1, 3 * RECORDS + 5])
+def test_in_slices_a_message_is_the_same(monkeypatch: pytest.MonkeyPatch, size: int):
+    """Who opens it need not know how it was sliced."""
+    one, other = pair()
+    meet(one, other)
+    message = bytes(range(251)) * (size // 251) + bytes(size % 251)
+    for slices in ((RECORDS, RECORDS), (RECORDS, sealed.SLICE_BYTES), (1 << 30, RECORDS)):
+        room = bytearray(size)
+        monkeypatch.setattr(sealed, "SLICE_BYTES", slices[0])
+        text = one.seal(memoryview(message))
+        assert len(text) == sealed_bytes(size)
+        monkeypatch.setattr(sealed, "SLICE_BYTES", slices[1])
+        other.open(text, memoryview(room))
+        assert bytes(room) == message
+
+
+def test_no_more_than_a_slice_is_handed_to_tls_at_once(monkeypatch: pytest.MonkeyPatch):
+    one, other = pair()
+    meet(one, other)
+    monkeypatch.setattr(sealed, "SLICE_BYTES", RECORDS)
+    one._inside, other._incoming = Strict(one._inside), Strict(other._incoming)
+    room = bytearray(10 * RECORDS)
+    other.open(one.seal(bytes(10 * RECORDS)), memoryview(room))
+    assert one._inside.most == RECORDS
+    assert other._incoming.most == sealed_bytes(RECORDS)
+
+
+@pytest.mark.parametrize("cut", [1, RECORDS, 2 * RECORDS])
+def test_a_message_in_slices_that_is_cut_short_is_refused(
+    monkeypatch: pytest.MonkeyPatch, cut: int
+):
+    one, other = pair()
+    meet(one, other)
+    monkeypatch.setattr(sealed, "SLICE_BYTES", RECORDS)
+    text = one.seal(bytes(3 * RECORDS))
+    with pytest.raises(NotSealed, match="not whole"):
+        other.open(text[:-cut], memoryview(bytearray(3 * RECORDS)))
+
+
+class Strict:
+    """Stands before a part of TLS and sees how much is written to it at once."""
+
+    def __init__(self, part: Any) -> None:
+        self._part, self.most = part, 0
+
+    def write(self, data: memoryview) -> int:
+        self.most = max(self.most, len(data))
+        return int(self._part.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
 
 
 @pytest.mark.parametrize("strangers", [pair("s", "x"), pair(topics=("a>b", "b>a"))])

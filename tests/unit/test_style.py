@@ -34,6 +34,7 @@ BROAD_EXCEPT_ALLOWED: Mapping[str, str] = {
     "agent/run.py": "the agent's outermost loop",
     "orchestrator/run.py": "the orchestrator's outermost loop",
     "training/errand.py": "the thread's outermost frame: what the work raises is kept",
+    "training/link.py": "the thread's outermost frame: it is told, and orders come again",
     "training/finding.py": "the thread's outermost frame: what the user's code raises is kept",
     "chaos/fleet.py": "a simulated month's outermost frame: the seed has to be told",
     "cli/__init__.py": "the command's outermost frame",

@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep import logs
+from keepstep import logs, open_files
 from keepstep.agent.room import clear
 from keepstep.agent.run import AgentConfig, run
 from keepstep.agent.stream import is_secure, parse_endpoints
@@ -30,6 +30,8 @@ def main() -> int:
         logs.configure(config.settings.log_format)
     except ConfigError as error:
         return _wrong(error)
+    # For the workers above all, who inherit it: a recovery needs several times their usual files.
+    open_files.allow_many()
     try:
         asyncio.run(_until_told(config))
     except ConfigError as error:

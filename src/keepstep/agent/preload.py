@@ -32,7 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from keepstep import codec
+from keepstep import codec, open_files
 from keepstep.detect import process
 from keepstep.errors import WireError
 
@@ -350,6 +350,8 @@ def main() -> int:
     parser.add_argument("--parent", type=int, default=0, help="leave with this process")
     parser.add_argument("--title", help="room for the command lines of forks (offspring.py)")
     arguments = parser.parse_args()
+    # As agents do: one that finds another limit here would not have a fork of ours (offspring.py).
+    open_files.allow_many()
     # Listening before the imports: an agent's requests wait in the socket meanwhile.
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fresh = arguments.socket.with_suffix(".new")

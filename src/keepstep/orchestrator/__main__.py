@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import logging
 import os
-import resource
 import signal
 import ssl
 import sys
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keepstep import codec, logs, tls
+from keepstep import codec, logs, open_files, tls
 from keepstep.clock import RealClock
 from keepstep.config import OrchestratorConfig, load
 from keepstep.errors import Alone, Behind, ConfigError, Deposed, Permanent, Transient, of_disk
@@ -312,12 +311,11 @@ def log(event: str, **facts: object) -> None:
 
 
 def _allow_many_files(connections_max: int) -> None:
-    """One connection per agent; what a shell allows by default is made for other programs."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard != resource.RLIM_INFINITY and hard < connections_max + FILES_BESIDES:
+    """One connection per agent."""
+    limit = open_files.allow_many()
+    if limit < connections_max + FILES_BESIDES:
         fix = f"raise the hard limit (ulimit -Hn) to {connections_max + FILES_BESIDES}"
-        log("files.few", hard=hard, connections_max=connections_max, fix=fix)
+        log("files.few", hard=limit, connections_max=connections_max, fix=fix)
 
 
 def _token(path: Path) -> str:

@@ -70,7 +70,7 @@ class Ahead:
             raise GroupsBroken(f"the groups were not connected: {why}")
         try:
             backends = self._errand.result()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise GroupsBroken(f"a group could not be connected: {error}") from error
         assert self._formation is not None, "it was built"
         return self._formation, backends

@@ -194,7 +194,7 @@ class Exchange:
         head = _FRAME.pack(boundary, sum(map(len, parts)))
         if self._seal_out is None:
             return (head, *parts)
-        return self._seal_out.seal(head), self._seal_out.seal(b"".join(parts))
+        return (self._seal_out.seal(head), *self._seal_out.slices(b"".join(parts)))
 
     def _push_all(self) -> None:
         while not self._push():

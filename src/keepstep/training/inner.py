@@ -11,10 +11,14 @@ Must never: close or shut down a socket that was there before the construction b
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import os
+import resource
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -55,6 +59,7 @@ class Formation:
     """
 
     def __init__(self, store: Store, prefix: str, generation: int) -> None:
+        _spare()  # while there still are files
         self.generation = generation
         self._origin: Any = store  # torch's stubs do not know clone()
         self._prefix = prefix
@@ -104,7 +109,7 @@ class Formation:
             raise GroupsBroken("the groups were aborted while they were being connected")
         try:
             built = errand.result()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise GroupsBroken(f"a group could not be connected: {error}") from error
         self._backends.extend(built)
         return built
@@ -199,12 +204,13 @@ class _Sockets:
 
 
 def _socket_inodes() -> dict[int, str]:
-    links: dict[int, str] = {}
-    for entry in os.listdir(PROC_FDS):
-        link = _link(int(entry))
-        if link.startswith("socket:"):
-            links[int(entry)] = link
-    return links
+    try:
+        listed: Iterable[int] = map(int, os.listdir(PROC_FDS))
+    except OSError:
+        # Listing takes a file, and there is none to be had: then about every number is in use.
+        listed = range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    links = ((fd, _link(fd)) for fd in listed)
+    return {fd: link for fd, link in links if link.startswith("socket:")}
 
 
 def _link(fd: int) -> str:
@@ -217,15 +223,24 @@ def _link(fd: int) -> str:
 def _shut_down(fd: int, link: str) -> socket.socket | None:
     """End reading from `fd` if it still is the socket we saw: numbers are reused by other threads.
 
-    Returns a second hold on it, by which it stays open; None if it is none of ours to end.
+    Returns a second hold on it, by which it stays open; None if it is none of ours to end, or if
+    there is no file to be had for one.
     """
     try:
         pinned = os.dup(fd)
-    except OSError:
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            _spare().shut_down(fd, link)
         return None
-    # The check comes after the dup, so that nobody can put another socket there in between.
-    if _link(pinned) != link:
+    held = _end_reading(pinned, link)
+    if held is None:
         os.close(pinned)
+    return held
+
+
+def _end_reading(pinned: int, link: str) -> socket.socket | None:
+    """The same by a number that is ours alone, under which nobody can put another socket."""
+    if _link(pinned) != link:
         return None
     held = socket.socket(fileno=pinned)
     try:
@@ -235,5 +250,31 @@ def _shut_down(fd: int, link: str) -> socket.socket | None:
             return held
     except OSError:
         pass
-    held.close()
+    held.detach()
     return None
+
+
+class _Spare:
+    """A number that is kept for the case that there are no others, and what lies there meanwhile.
+
+    Who waits for a socket that was not shut down waits until the group's timeout.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nothing = os.open(os.devnull, os.O_RDONLY)
+        self._number = os.dup(self._nothing)
+
+    def shut_down(self, fd: int, link: str) -> None:
+        """One socket at a time, and none is held."""
+        with self._lock, contextlib.suppress(OSError):
+            os.dup2(fd, self._number, inheritable=False)
+            held = _end_reading(self._number, link)
+            if held is not None:
+                held.detach()
+            os.dup2(self._nothing, self._number, inheritable=False)
+
+
+@functools.cache
+def _spare() -> _Spare:
+    return _Spare()

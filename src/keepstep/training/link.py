@@ -16,7 +16,9 @@ import contextlib
 import os
 import select
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -102,28 +104,47 @@ class Link:
     def _run(self) -> None:
         pause = RETRY_SECONDS_MIN
         while not self._closing.is_set():
-            connection = self._connect()
-            if connection is None:
+            if self._serve():
+                pause = RETRY_SECONDS_MIN
+            else:
                 self._closing.wait(pause)
                 pause = min(2 * pause, RETRY_SECONDS_MAX)
-                continue
-            pause = RETRY_SECONDS_MIN
-            self._talk(connection)
+        os.close(self._wake_read)
+
+    def _serve(self) -> bool:
+        """One connection, from its beginning to its end; False if there was none, or trouble."""
+        connection: socket.socket | None = None
+        try:
+            connection = self._connect()
+            if connection is not None:
+                self._talk(connection)
+            return connection is not None
+        except Exception:
+            # No file or no thread to be had for what an order asks for, say. Without this thread
+            # the worker would hear no order again; the agent repeats them to the next connection.
+            raised = traceback.format_exc()
+            sys.stderr.write(f"keepstep: what the agent said was not followed:\n{raised}")
+            sys.stderr.flush()
+            return False
+        finally:
             with self._lock:
                 self._socket = None
                 self._unsent.clear()
-            connection.close()
-        os.close(self._wake_read)
+            if connection is not None:
+                connection.close()
 
     def _connect(self) -> socket.socket | None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(RETRY_SECONDS_MAX)
         try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:
+            return None  # No file to be had: a recovery needs many, and gives them back.
+        try:
+            connection.settimeout(RETRY_SECONDS_MAX)
             connection.connect(self._path)
+            connection.setblocking(False)
         except OSError:
             connection.close()
             return None
-        connection.setblocking(False)
         hello = wire.encode(replace(self._hello(), speaks=wire.VERSION))
         with self._lock:
             self._socket = connection

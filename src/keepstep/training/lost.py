@@ -60,15 +60,16 @@ class Flight:
 
 
 def look() -> Looked:
-    """Gloo's threads in this process."""
+    """Gloo's threads in this process; nothing where one could not be looked at."""
     found = {}
-    for entry in os.listdir(_TASKS):
-        try:
-            name = (_TASKS / entry / "comm").read_text().strip()
-            if name in (_LOOP, _WORKER):
-                found[int(entry)] = _read(name, (_TASKS / entry / "status").read_text())
-        except OSError:
-            continue  # It ended while we looked.
+    try:
+        for entry in os.listdir(_TASKS):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                name = (_TASKS / entry / "comm").read_text().strip()
+                if name in (_LOOP, _WORKER):
+                    found[int(entry)] = _read(name, (_TASKS / entry / "status").read_text())
+    except OSError:
+        return {}  # No file to be had. One that was left out might be the one that still writes.
     return found
 
 

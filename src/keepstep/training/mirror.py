@@ -13,16 +13,14 @@ homes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from keepstep import wire
-from keepstep.model import Endpoint, JobId, Rank
+from keepstep.model import Endpoint
 from keepstep.page import Ring, find_entry, mirror_path
-from keepstep.training.asking import ask
+from keepstep.training.asking import ask_in_turn
 from keepstep.training.exchange import Exchange
 from keepstep.training.raw import bytes_tensor, tensor_bytes
 from keepstep.training.seat import Place
@@ -125,34 +123,14 @@ def _endpoint_of(told: torch.Tensor) -> Endpoint:
     return Endpoint(host, int(port))
 
 
-def fetch_entry(
-    room: Path, endpoints: Sequence[Endpoint], question: wire.FetchEntry, *, sealed: bool = False
-) -> tuple[bytes | None, str]:
-    """A rank's private state at a boundary: from this node's memory, else from its homes."""
-    payload = find_entry(room, question.rank, question.boundary)
-    if payload is not None:
-        return payload, "this node"
-    reasons = []
-    for endpoint in endpoints:
-        payload, why = ask(endpoint, question, sealed=sealed)
-        if payload is not None:
-            return payload, f"{endpoint.host}:{endpoint.port}"
-        reasons.append(f"{endpoint.host}:{endpoint.port}: {why}")
-    return None, "; ".join(reasons) or "no home is left to ask"
-
-
 def fetch_from(
     place: Place, home: wire.Home, boundary: int, secret: str
 ) -> tuple[bytes | None, str]:
-    """A rank's private state from its homes, asked with each secret that they may know."""
-    payload, why = None, "no home is left to ask"
-    for known in dict.fromkeys((*home.secrets, secret)):
-        asked = question(place.job, home.rank, boundary, known)
-        payload, why = fetch_entry(place.room, home.endpoints, asked, sealed=place.encrypt)
-        if payload is not None:
-            break
-    return payload, why
-
-
-def question(job: JobId, rank: int, boundary: int, secret: str) -> wire.FetchEntry:
-    return wire.FetchEntry(job, Rank(rank), boundary, secret)
+    """A rank's private state at a boundary: from this node's memory, else from its homes, which are
+    asked with each secret that they may know."""
+    payload = find_entry(place.room, int(home.rank), boundary)
+    if payload is not None:
+        return payload, "this node"
+    secrets = dict.fromkeys((*home.secrets, secret))
+    questions = [wire.FetchEntry(place.job, home.rank, boundary, known) for known in secrets]
+    return ask_in_turn(home.endpoints, questions, sealed=place.encrypt)
