@@ -40,10 +40,14 @@ class Cursor:
         self._foreseen: _Foreseen | None = None
         self._iterator: Iterator[Any] | None = None
         self._current: list[Any] | None = None
+        self._fetched_at: dict[str, int] = {}
+        """Where the current batches were asked for: perhaps at the end of the pass before."""
         self._samples_after = 0
 
     def peek(self) -> list[Any] | None:
         """The batches of the current step; None at the end of the data."""
+        if self._current is None:
+            self._fetched_at = self.position()
         while self._current is None and self.pass_number < self.passes:
             if self._iterator is None:
                 self._iterator = self._open(self.index)
@@ -84,6 +88,8 @@ class Cursor:
     def seek(self, position: dict[str, int]) -> None:
         """Go to a recorded place. Nothing is loaded before the next peek."""
         if position == self.position() and self._iterator is not None:
+            return
+        if self._current is not None and position == self._fetched_at:
             return
         if self._current is not None and position == self.position_after():
             # A survivor that received the step it was in: its loader stands there already.
