@@ -1,4 +1,4 @@
-"""A dataset that draws in the training process: a rank that receives twice, or has its batches."""
+"""Loaders that draw: a rank that receives twice, one that has its batches, workers that last."""
 
 from __future__ import annotations
 
@@ -75,3 +75,14 @@ def test_a_survivor_that_receives_has_its_batches_and_what_they_drew(
         (incident,) = job.incidents()
     assert incident["outcome"] == "resumed"
     check_as_bare(tmp_path, script, world=4)
+
+
+def test_workers_that_outlive_a_pass_are_started_anew_and_nothing_differs(tmp_path: Path) -> None:
+    lasting = """
+data = keepstep.seeded(Augmented(), 9)
+loader = DataLoader(data, 4, sampler=sampler, num_workers=1, persistent_workers=True)
+"""
+    script = loop(DATA + lasting + BODY)
+    with SmallJob(tmp_path, script) as job:
+        job.outlives_a_kill(1, at_step=14)
+    check_as_bare(tmp_path, script)
