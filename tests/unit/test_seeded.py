@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import keepstep
 from keepstep.errors import ConfigError
 from keepstep.training.loader import Cursor
-from keepstep.training.randomness import read_randomness
+from keepstep.training.randomness import read_randomness, restore_randomness
 from keepstep.training.registry import Registry
 
 # torchdata calls it while torch deprecates it.
@@ -82,6 +82,53 @@ def test_a_joiner_gets_what_the_replaced_rank_would_have(kind: Any, persistent: 
     joiner.seek({"pass": 0, "index": 3, "samples": 6})
     assert rows(joiner) == whole[6:]
     assert rows(Cursor(loader(0), 2, None)) == whole
+
+
+def walk(cursor: Cursor, own: torch.Generator) -> list[tuple[Any, ...]]:
+    """Of each step: the place and the generators before the fetch, and the batch."""
+    seen = []
+    while True:
+        here = cursor.position(), read_randomness(), own.get_state().tolist()
+        group = cursor.peek()
+        if group is None:
+            return seen
+        seen.append((*here, group[0].tolist()))
+        torch.rand(1)
+        cursor.advance()
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("owns", [False, True], ids=["global", "own"])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("at", [1, 4, 6])
+def test_a_joiners_loader_draws_its_workers_seed_when_the_replaced_ranks_did(
+    kind: Any, owns: bool, persistent: bool, at: int
+) -> None:
+    # Within the first pass, where the next one begins, and within that one.
+    def cursor(own: torch.Generator) -> Cursor:
+        data = keepstep.seeded(Drawing(), 7)
+        return Cursor(
+            kind(
+                data,
+                2,
+                num_workers=1,
+                persistent_workers=persistent,
+                generator=own if owns else None,
+            ),
+            3,
+            None,
+        )
+
+    torch.manual_seed(5)
+    own = torch.Generator().manual_seed(6)
+    whole = walk(cursor(own), own)
+    assert len(whole) == 12
+    place, randomness, state, _ = whole[at]
+    joiner = cursor(own)
+    joiner.seek(place)
+    restore_randomness(randomness)
+    own.set_state(torch.tensor(state, dtype=torch.uint8))
+    assert walk(joiner, own) == whole[at:]
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])

@@ -163,6 +163,9 @@ class Boundary:
                 self.step += 1
             else:
                 self.torn = True
+                # The batches of this step stay: who receives this boundary again goes on with
+                # the generators that its attempt began with.
+                self._put_generators(self._snapshot)
             self.in_attempt = self.updating = self.updated = False
             self._forget_scaling()
             return was_applied
@@ -211,6 +214,10 @@ class Boundary:
             ):
                 group.update(before)
         self.registry.set_syncs(snapshot.syncs)
+        self._put_generators(snapshot)
+
+    def _put_generators(self, snapshot: _Snapshot | None) -> None:
+        assert snapshot is not None, "an attempt begins with a snapshot"
         if not sabotage.off("rng"):
             restore_randomness(snapshot.randomness)
             for name, state in snapshot.registered.items():

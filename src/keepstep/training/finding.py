@@ -20,6 +20,7 @@ from keepstep import sabotage, wire
 from keepstep.errors import ConfigError, NoHome, Permanent
 from keepstep.model import Rank
 from keepstep.page import NEWEST
+from keepstep.training.generators import put_back, read_generators
 from keepstep.training.loader import Cursor
 from keepstep.training.mirror import fetch_from
 from keepstep.training.private import decode_entry
@@ -184,6 +185,7 @@ def take_private(keeper: Keeper, payload: bytes, boundary: int) -> None:
     if entry.boundary != boundary:
         raise Permanent(f"an entry of boundary {entry.boundary} came for {boundary}")
     assert keeper.cursor is not None, "a joiner has a cursor"
+    now = read_generators(keeper.registry)
     for name, raw in zip(entry.names, entry.tensors, strict=True):
         if not keeper.registry.restore_private(name, raw):
             raise ConfigError(f"private state {name!r} has no place in this rank's registry")
@@ -191,3 +193,9 @@ def take_private(keeper: Keeper, payload: bytes, boundary: int) -> None:
         keeper.cursor.seek(entry.loader)
     if not sabotage.off("rng"):
         restore_randomness(entry.randomness)
+    if keeper.cursor.has_batches:
+        # Those of this boundary, which stay: the entry is from before they were fetched, and
+        # nobody fetches them again.
+        put_back(keeper.registry, now)
+    else:
+        keeper.recorder.before_fetch(boundary)

@@ -222,6 +222,8 @@ class Keeper:
         """Between two steps: go through the migration that waits for this boundary, if one does."""
         while self.inbox.due(self._here):
             self.recover()
+        if self.boundary.step in _COMPARE_AT and self.cursor and not self.cursor.has_batches:
+            self.recorder.before_fetch(self.boundary.step)
 
     def _before_gradients(self, *, early: bool = True) -> None:
         """The forward pass is through: the coming boundary's private state is known now."""

@@ -6,6 +6,7 @@ anew and skips to its place by index, without loading what it skips.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.errors import ConfigError
 from keepstep.page import RING_SLOTS
+from keepstep.training.randomness import read_randomness, restore_randomness
 from keepstep.training.seeded import Watched, tell_pass
 
 
@@ -40,10 +42,14 @@ class Cursor:
         self._foreseen: _Foreseen | None = None
         self._iterator: Iterator[Any] | None = None
         self._current: list[Any] | None = None
+        self._fetched_at: dict[str, int] = {}
+        """Where the current batches were asked for: perhaps at the end of the pass before."""
         self._samples_after = 0
 
     def peek(self) -> list[Any] | None:
         """The batches of the current step; None at the end of the data."""
+        if self._current is None:
+            self._fetched_at = self.position()
         while self._current is None and self.pass_number < self.passes:
             if self._iterator is None:
                 self._iterator = self._open(self.index)
@@ -84,6 +90,8 @@ class Cursor:
     def seek(self, position: dict[str, int]) -> None:
         """Go to a recorded place. Nothing is loaded before the next peek."""
         if position == self.position() and self._iterator is not None:
+            return
+        if self._current is not None and position == self._fetched_at:
             return
         if self._current is not None and position == self.position_after():
             # A survivor that received the step it was in: its loader stands there already.
@@ -143,16 +151,19 @@ class Cursor:
         tell_pass(self.loader, self.pass_number)
         foreseen, self._foreseen = self._foreseen, None
         if not skip:
-            with self.watched.starting(self.loader):
+            # Workers that outlive a pass got their seed in the first one. Where they are started
+            # later, by a joiner or in a rerun, that draw was made long ago.
+            late = self.pass_number > 0 and _starts_lasting_workers(self.loader)
+            undrawn = _undrawn(self.loader) if late else contextlib.nullcontext()
+            with undrawn, self.watched.starting(self.loader):
                 return iter(self.loader)
         if foreseen is not None and not foreseen.serves(self.pass_number, skip):
             foreseen = None
-        # A loader draws its workers' seed from the global generator when it is opened. That draw
-        # belongs to the start of a pass, where every rank made it; here it would be one too many.
-        randomness = torch.get_rng_state()
-        iterator = self._open_at(skip, foreseen)
-        torch.set_rng_state(randomness)
-        return iterator
+        # A loader draws its workers' seed when it is opened, from its own generator or the global
+        # one. That draw belongs to the start of a pass, where every rank made it; here it would be
+        # one too many.
+        with _undrawn(self.loader):
+            return self._open_at(skip, foreseen)
 
     def _open_at(self, skip: int, foreseen: _Foreseen | None) -> Iterator[Any]:
         warm, self.warm = self.warm, None
@@ -164,6 +175,27 @@ class Cursor:
         iterator = iter(loader)
         next(itertools.islice(iterator, skip, skip), None)
         return iterator
+
+
+@contextlib.contextmanager
+def _undrawn(loader: Iterable[Any]) -> Iterator[None]:
+    """What is drawn inside was drawn before: afterwards all generators are where they were."""
+    own = getattr(loader, "generator", None)
+    named = [(own, own.get_state())] if isinstance(own, torch.Generator) else []
+    before = read_randomness()
+    try:
+        yield
+    finally:
+        restore_randomness(before)
+        for generator, state in named:
+            generator.set_state(state)
+
+
+def _starts_lasting_workers(loader: Iterable[Any]) -> bool:
+    """Would opening this loader start workers that stay for all later passes?"""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return False
+    return loader.persistent_workers and loader._iterator is None
 
 
 class WarmLoader:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from keepstep.training.generators import Generators, as_they_were, read_generators
 from keepstep.training.private import EntryWriter
 from keepstep.training.uncovered import is_watched
 
@@ -34,6 +35,8 @@ class Recorder:
         self._recorded = -1
         """The boundary whose entry this attempt has recorded."""
         self._early = b""
+        self._unfetched: tuple[int, Generators] | None = None
+        """A boundary, and its generators before its batches were fetched."""
 
     def begin(self) -> None:
         self._recorded, self._early = -1, b""
@@ -43,11 +46,21 @@ class Recorder:
         """Has this attempt recorded nothing yet?"""
         return self._recorded != self._keeper.boundary.step + 1
 
+    def before_fetch(self, boundary: int) -> None:
+        """The batches of this boundary come next, and fetching them may draw."""
+        self._unfetched = boundary, read_generators(self._keeper.registry)
+
     def entry(self) -> bytes:
-        """This boundary's entry, between two steps."""
+        """This boundary's entry, between two steps: whoever takes it has yet to fetch."""
         keeper = self._keeper
         assert keeper.cursor is not None, "a step has a cursor"
-        return self._write(keeper.boundary.step, keeper.cursor.position())
+        step, position = keeper.boundary.step, keeper.cursor.position()
+        if not keeper.cursor.has_batches:
+            return self._write(step, position)
+        known = self._unfetched
+        assert known is not None and known[0] == step, "told before the batches came"
+        with as_they_were(keeper.registry, known[1]):
+            return self._write(step, position)
 
     def record(self, *, early: bool) -> None:
         """The coming boundary's entry, on its way to both of its homes."""
