@@ -31,7 +31,7 @@ from keepstep.training import halfway
 from keepstep.training.covering import make_again
 from keepstep.training.digest import digest
 from keepstep.training.mirror import fetch_from
-from keepstep.training.raw import bytes_tensor, tensor_bytes
+from keepstep.training.raw import bytes_tensor, tensor_view
 from keepstep.training.seat import Place
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _write_portion(path: Path, boundary: int, keeper: Keeper, portion: str) -> N
     if mirrored:
         assert keeper.covering is not None, "who is to write another rank's portion covers it"
         pieces = keeper.covering.pieces(portion, boundary)
-        tensors = {f"{at:06}": bytes_tensor(bytes(piece)) for at, piece in enumerate(pieces)}
+        tensors = {f"{at:06}": bytes_tensor(piece) for at, piece in enumerate(pieces)}
     else:
         # Nobody compares these bytes with another holder's before they are needed.
         registry.forget_digests()
@@ -181,7 +181,7 @@ def _load_portion(found: Found, keeper: Keeper, portion: str) -> str:
     description = json.loads((found.path / f"{_file_name(portion)}.json").read_bytes())
     tensors = torch.load(found.path / f"{_file_name(portion)}.pt", weights_only=True)
     if description["mirrored"]:
-        pieces = (memoryview(tensor_bytes(tensors[name])) for name in sorted(tensors))
+        pieces = (tensor_view(tensors[name]) for name in sorted(tensors))
         make_again(keeper, portion, pieces, found.boundary)
     else:
         registry.conform([(n, d, s, c) for n, d, s, c in description["layout"]], portion)
