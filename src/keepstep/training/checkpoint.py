@@ -12,6 +12,7 @@ the older one the newest.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -68,6 +69,7 @@ def rescue(keeper: Keeper, save: wire.Save) -> None:
                 raise NoHome(f"no private state of rank {home.rank} at {save.boundary}: {why}")
             _write_entry(path, int(home.rank), payload_of)
         _write_manifest(path, save.boundary, keeper)
+    _keep_names(path)
 
 
 def save(keeper: Keeper) -> Path:
@@ -82,7 +84,21 @@ def save(keeper: Keeper) -> Path:
             _write_portion(path, boundary, keeper, portion)
     if place.rank == 0:
         _write_manifest(path, boundary, keeper)
+    _keep_names(path)
     return path
+
+
+def has_all_files(path: Path) -> bool:
+    """Is every rank's part there? A file has its name only once it is whole."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        files = map(_file_name, manifest["portions"])
+        wanted = {f"{name}{end}" for name in files for end in (".pt", ".json")}
+        wanted |= {f"entry-{rank}.bin" for rank in range(manifest["world_size"])}
+        # One listing: of a large job these are more files than a step has time to open.
+        return wanted <= set(os.listdir(path))
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def _write_portion(path: Path, boundary: int, keeper: Keeper, portion: str) -> None:
@@ -104,7 +120,9 @@ def _write_portion(path: Path, boundary: int, keeper: Keeper, portion: str) -> N
         tensors = {name: tensor.detach().cpu() for name, tensor in held}
     file = path / f"{_file_name(portion)}.pt"
     partial = file.with_name(file.name + ".partial")
+    keeper.reach("portion")
     torch.save(tensors, partial)
+    _sync(partial)
     os.replace(partial, file)
     description = {
         "portion": portion,
@@ -261,3 +279,19 @@ def _write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def _keep_names(path: Path) -> None:
+    """Of this rank's files, and of their directory: those are written by themselves."""
+    for directory in (path, path.parent):
+        # Some file systems have no such thing; none loses whole files for it.
+        with contextlib.suppress(OSError):
+            _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
