@@ -13,11 +13,13 @@ the older one the newest.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
 import struct
+import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +36,18 @@ from keepstep.training.digest import digest
 from keepstep.training.mirror import fetch_from
 from keepstep.training.raw import bytes_tensor, tensor_view
 from keepstep.training.seat import Place
+from keepstep.training.side import exchange_rows
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
 
 _CHECKSUM = struct.Struct("<I")
 NAME_CHARACTERS_MAX = 100
+LOOKS_MAX = 13
+LOOK_AGAIN_SECONDS = 5.0
+"""A minute in all: by then a network file system shows all nodes the same."""
+_TROUBLE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""Whoever gets one of these does not know what is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +158,36 @@ def _write_manifest(path: Path, boundary: int, keeper: Keeper) -> None:
     _write_whole(path / "manifest.json", json.dumps(manifest).encode())
 
 
+def agree(keeper: Keeper) -> None:
+    """Find the checkpoint to go on from, the same one on all ranks. A world collective.
+
+    Each rank looks for itself, and file systems may show them different things for a while. Whoever
+    went on from another boundary would train on, with weights of its own.
+    """
+    if not keeper.has_state:
+        return
+    rows: list[Any] = []
+    for look in range(LOOKS_MAX):
+        if look:
+            time.sleep(LOOK_AGAIN_SECONDS)
+        found, trouble = None, ""
+        try:
+            found = newest(keeper.place)
+        except OSError as error:
+            trouble = str(error)[:300]
+        row = [found.path.name, found.boundary] if found is not None else []
+        rows = exchange_rows(keeper.groups, [row, trouble])
+        if rows[0][1] == "" and all(other == rows[0] for other in rows):
+            keeper.saved = found
+            return
+    other = next((rank for rank, row in enumerate(rows) if row != rows[0]), len(rows) - 1)
+    seen = [trouble or (row[0] if row else "none") for row, trouble in rows]
+    raise Permanent(
+        f"ranks have not found the same checkpoint to go on from: rank 0 finds {seen[0]}, rank "
+        f"{other} finds {seen[other]}; give all nodes the same state directory, and run it again"
+    )
+
+
 def newest(place: Place) -> Found | None:
     """The newest complete checkpoint: the one that the orchestrator names, else by number."""
     if place.resume_from:
@@ -163,7 +201,12 @@ def newest(place: Place) -> Found | None:
         for path in place.state_directory.glob("boundary-*")
         if (found := _complete(path, place.world_size)) is not None
     ]
-    return max(candidates, key=lambda found: found.boundary, default=None)
+    return max(candidates, key=_order, default=None)
+
+
+def _order(found: Found) -> tuple[int, int, str]:
+    """Of two at one boundary the later generation's; a longer name has the larger number."""
+    return found.boundary, len(found.path.name), found.path.name
 
 
 def load(found: Found, keeper: Keeper) -> bytes:
@@ -239,8 +282,11 @@ def _complete(path: Path, world_size: int) -> Found | None:
         )
         if whole and all(_read_entry(path, rank) is not None for rank in range(world_size)):
             return Found(path, int(manifest["boundary"]), manifest)
-    except (OSError, ValueError, KeyError):
-        return None
+    except OSError as error:
+        if error.errno in _TROUBLE:
+            raise
+    except (ValueError, KeyError):
+        pass
     return None
 
 
@@ -264,7 +310,7 @@ def _write_entry(path: Path, rank: int, payload: bytes) -> None:
 def _read_entry(path: Path, rank: int) -> bytes | None:
     try:
         raw = (path / f"entry-{rank}.bin").read_bytes()
-    except OSError:
+    except FileNotFoundError:
         return None
     payload = raw[_CHECKSUM.size :]
     if len(raw) < _CHECKSUM.size or _CHECKSUM.unpack_from(raw)[0] != zlib.crc32(payload):

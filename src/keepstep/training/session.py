@@ -142,6 +142,7 @@ class Session:
         cursor = self._cursor = Cursor(source, passes, accumulate)
         cursor.warm, self._warm = self._warm, None
         if self._keeper is not None:
+            checkpoint.agree(self._keeper)
             # A rerun rehearses as well, all ranks together: its first step is not the job's
             # first, so it needs DDP's rebuilt buckets, which decide the order of summation.
             if not self._keeper.starts_at_the_top and not self._rehearsed:
