@@ -29,7 +29,7 @@ from keepstep import failpoint
 KIND = os.environ["SHARDED_KIND"]
 STEPS_MAX = int(os.environ.get("SHARDED_STEPS", "100000"))
 REFERENCE = "KEEPSTEP_SOCKET" not in os.environ
-FINISH = Path("finish")
+FINISH, SAVE_EVERY = Path("finish"), Path("save-every")
 TOGETHER = 2 if KIND == "tp" else 1
 """Ranks that work on the same samples."""
 MESHES = {
@@ -174,6 +174,8 @@ def main() -> None:
         with session.attempt():
             train(session.parts, batches)
             time.sleep(step_seconds())
+        if SAVE_EVERY.exists() and session.due(int(SAVE_EVERY.read_text())):
+            session.save()
         if REFERENCE:
             found[session.step] = sums(session.parts)
     found[session.step] = sums(session.parts)

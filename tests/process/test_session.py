@@ -477,6 +477,32 @@ def test_the_quickstart_differs_from_plain_ddp_in_at_most_five_lines() -> None:
     assert len(changed) <= 5, changed
 
 
+APART_BODY = (
+    """
+from keepstep.training import checkpoint
+checkpoint.LOOK_AGAIN_SECONDS = 0.1
+if rank == 1 and os.path.exists("again"):
+    os.environ |= {"KEEPSTEP_STATE_DIR": os.path.abspath("elsewhere"), "KEEPSTEP_RESUME_FROM": ""}
+"""
+    + PLAIN_BODY
+)
+
+
+def test_ranks_of_a_rerun_that_see_different_checkpoints_do_not_train(tmp_path: Path) -> None:
+    with SmallJob(tmp_path, loop(APART_BODY), slots=(3,), spares=0) as job:
+        job.wait_ready(0)
+        job.wait_settled()
+        job.cluster.client.stop("job", save=True, why="the test asked for it")
+        saved = job.end()
+        assert saved["exit_code"] == 75
+        (tmp_path / "again").touch()
+        job.cluster.client.submit(job.spec)
+        job.wait(lambda j: j["state"] == "failed", "the end")
+        said = job.logs()
+    assert "rank 1 finds none; give all nodes the same state directory" in said
+    assert not (tmp_path / "result").exists()
+
+
 REWIND_BODY = """
 import ctypes
 session = keepstep.session(model=model, optimizer=optimizer)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from keepstep.training.checkpoint import has_all_files
 from tests.process import bare
 from tests.process.job import SmallJob
 
@@ -229,6 +230,24 @@ def test_a_shard_without_a_holder_left_is_a_declared_fallback(tmp_path: Path) ->
         job.wait_step(0, 2)
         last = job.finish()
         assert "fallback" in job.outcomes()
+    check(tmp_path, reference("hsdp"), last)
+
+
+def test_a_checkpoint_whose_writer_died_is_not_published(tmp_path: Path) -> None:
+    (tmp_path / "save-every").write_text("5")
+    with Sharded(tmp_path, "hsdp") as job:
+        job.wait_ready(2)
+        job.wait(lambda j: j["published"]["step"] > 0, "a checkpoint")
+        job.arm(1, "portion")
+        job.wait_moved(2)
+        saved = (tmp_path / "state").glob("boundary-*-g1")
+        (torn,) = (path for path in saved if not has_all_files(path))
+        step = int(torn.name.split("-")[1])
+        job.wait(lambda j: j["published"]["step"] > step, "the next checkpoint")
+        told = "\n".join(job.cluster.client.journal("job"))
+        last = job.finish()
+    assert str(torn) not in told
+    assert "published: " in told
     check(tmp_path, reference("hsdp"), last)
 
 

@@ -22,7 +22,7 @@ from keepstep import wire
 from keepstep.errors import ConfigError, Permanent, Transient
 from keepstep.model import Generation, JobId, OrderId, Term
 from keepstep.page import RING_SLOTS
-from keepstep.training import private, steplog
+from keepstep.training import private, raw, steplog
 from keepstep.training.boundary import Boundary
 from keepstep.training.finding import _foresee, _short_turns
 from keepstep.training.holders import Holders
@@ -436,6 +436,26 @@ def test_a_fallback_is_told_in_the_log(tmp_path: Path) -> None:
     again.remember(record(1))
     again.commit(1, "")
     assert [line.get("step", line.get("fallback_to")) for line in lines(path)] == [0, 1, 2, 1, 1]
+
+
+def test_the_bytes_of_a_tensor_may_be_more_than_a_c_int_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Memory that nobody touches costs nothing; a copy of it would.
+    large = torch.empty(2**31 + 1, dtype=torch.uint8)
+    large[-2:] = 7
+    view = raw.tensor_view(large)
+    assert len(view) == 2**31 + 1
+    assert view[-2:] == b"\7\7"
+    small = torch.arange(6, dtype=torch.int16)
+    known = raw.tensor_bytes(small)
+
+    def refuse(*_: object) -> bytes:
+        raise AssertionError("counts in C's int")
+
+    monkeypatch.setattr(raw.ctypes, "string_at", refuse)
+    monkeypatch.setattr(raw, "_C_INT_MAX", len(known) - 1)
+    assert raw.tensor_bytes(small) == known
 
 
 def test_a_survivor_that_receives_its_own_step_does_not_rewind_its_loader() -> None:

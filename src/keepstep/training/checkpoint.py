@@ -12,11 +12,14 @@ the older one the newest.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
 import struct
+import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +34,20 @@ from keepstep.training import halfway
 from keepstep.training.covering import make_again
 from keepstep.training.digest import digest
 from keepstep.training.mirror import fetch_from
-from keepstep.training.raw import bytes_tensor, tensor_bytes
+from keepstep.training.raw import bytes_tensor, tensor_view
 from keepstep.training.seat import Place
+from keepstep.training.side import exchange_rows
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
 
 _CHECKSUM = struct.Struct("<I")
 NAME_CHARACTERS_MAX = 100
+LOOKS_MAX = 13
+LOOK_AGAIN_SECONDS = 5.0
+"""A minute in all: by then a network file system shows all nodes the same."""
+_TROUBLE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""Whoever gets one of these does not know what is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,7 @@ def rescue(keeper: Keeper, save: wire.Save) -> None:
                 raise NoHome(f"no private state of rank {home.rank} at {save.boundary}: {why}")
             _write_entry(path, int(home.rank), payload_of)
         _write_manifest(path, save.boundary, keeper)
+    _keep_names(path)
 
 
 def save(keeper: Keeper) -> Path:
@@ -82,7 +92,21 @@ def save(keeper: Keeper) -> Path:
             _write_portion(path, boundary, keeper, portion)
     if place.rank == 0:
         _write_manifest(path, boundary, keeper)
+    _keep_names(path)
     return path
+
+
+def has_all_files(path: Path) -> bool:
+    """Is every rank's part there? A file has its name only once it is whole."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        files = map(_file_name, manifest["portions"])
+        wanted = {f"{name}{end}" for name in files for end in (".pt", ".json")}
+        wanted |= {f"entry-{rank}.bin" for rank in range(manifest["world_size"])}
+        # One listing: of a large job these are more files than a step has time to open.
+        return wanted <= set(os.listdir(path))
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def _write_portion(path: Path, boundary: int, keeper: Keeper, portion: str) -> None:
@@ -96,7 +120,7 @@ def _write_portion(path: Path, boundary: int, keeper: Keeper, portion: str) -> N
     if mirrored:
         assert keeper.covering is not None, "who is to write another rank's portion covers it"
         pieces = keeper.covering.pieces(portion, boundary)
-        tensors = {f"{at:06}": bytes_tensor(bytes(piece)) for at, piece in enumerate(pieces)}
+        tensors = {f"{at:06}": bytes_tensor(piece) for at, piece in enumerate(pieces)}
     else:
         # Nobody compares these bytes with another holder's before they are needed.
         registry.forget_digests()
@@ -104,7 +128,9 @@ def _write_portion(path: Path, boundary: int, keeper: Keeper, portion: str) -> N
         tensors = {name: tensor.detach().cpu() for name, tensor in held}
     file = path / f"{_file_name(portion)}.pt"
     partial = file.with_name(file.name + ".partial")
+    keeper.reach("portion")
     torch.save(tensors, partial)
+    _sync(partial)
     os.replace(partial, file)
     description = {
         "portion": portion,
@@ -132,6 +158,36 @@ def _write_manifest(path: Path, boundary: int, keeper: Keeper) -> None:
     _write_whole(path / "manifest.json", json.dumps(manifest).encode())
 
 
+def agree(keeper: Keeper) -> None:
+    """Find the checkpoint to go on from, the same one on all ranks. A world collective.
+
+    Each rank looks for itself, and file systems may show them different things for a while. Whoever
+    went on from another boundary would train on, with weights of its own.
+    """
+    if not keeper.has_state:
+        return
+    rows: list[Any] = []
+    for look in range(LOOKS_MAX):
+        if look:
+            time.sleep(LOOK_AGAIN_SECONDS)
+        found, trouble = None, ""
+        try:
+            found = newest(keeper.place)
+        except OSError as error:
+            trouble = str(error)[:300]
+        row = [found.path.name, found.boundary] if found is not None else []
+        rows = exchange_rows(keeper.groups, [row, trouble])
+        if rows[0][1] == "" and all(other == rows[0] for other in rows):
+            keeper.saved = found
+            return
+    other = next((rank for rank, row in enumerate(rows) if row != rows[0]), len(rows) - 1)
+    seen = [trouble or (row[0] if row else "none") for row, trouble in rows]
+    raise Permanent(
+        f"ranks have not found the same checkpoint to go on from: rank 0 finds {seen[0]}, rank "
+        f"{other} finds {seen[other]}; give all nodes the same state directory, and run it again"
+    )
+
+
 def newest(place: Place) -> Found | None:
     """The newest complete checkpoint: the one that the orchestrator names, else by number."""
     if place.resume_from:
@@ -145,7 +201,12 @@ def newest(place: Place) -> Found | None:
         for path in place.state_directory.glob("boundary-*")
         if (found := _complete(path, place.world_size)) is not None
     ]
-    return max(candidates, key=lambda found: found.boundary, default=None)
+    return max(candidates, key=_order, default=None)
+
+
+def _order(found: Found) -> tuple[int, int, str]:
+    """Of two at one boundary the later generation's; a longer name has the larger number."""
+    return found.boundary, len(found.path.name), found.path.name
 
 
 def load(found: Found, keeper: Keeper) -> bytes:
@@ -181,7 +242,7 @@ def _load_portion(found: Found, keeper: Keeper, portion: str) -> str:
     description = json.loads((found.path / f"{_file_name(portion)}.json").read_bytes())
     tensors = torch.load(found.path / f"{_file_name(portion)}.pt", weights_only=True)
     if description["mirrored"]:
-        pieces = (memoryview(tensor_bytes(tensors[name])) for name in sorted(tensors))
+        pieces = (tensor_view(tensors[name]) for name in sorted(tensors))
         make_again(keeper, portion, pieces, found.boundary)
     else:
         registry.conform([(n, d, s, c) for n, d, s, c in description["layout"]], portion)
@@ -221,8 +282,11 @@ def _complete(path: Path, world_size: int) -> Found | None:
         )
         if whole and all(_read_entry(path, rank) is not None for rank in range(world_size)):
             return Found(path, int(manifest["boundary"]), manifest)
-    except (OSError, ValueError, KeyError):
-        return None
+    except OSError as error:
+        if error.errno in _TROUBLE:
+            raise
+    except (ValueError, KeyError):
+        pass
     return None
 
 
@@ -246,7 +310,7 @@ def _write_entry(path: Path, rank: int, payload: bytes) -> None:
 def _read_entry(path: Path, rank: int) -> bytes | None:
     try:
         raw = (path / f"entry-{rank}.bin").read_bytes()
-    except OSError:
+    except FileNotFoundError:
         return None
     payload = raw[_CHECKSUM.size :]
     if len(raw) < _CHECKSUM.size or _CHECKSUM.unpack_from(raw)[0] != zlib.crc32(payload):
@@ -261,3 +325,19 @@ def _write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def _keep_names(path: Path) -> None:
+    """Of this rank's files, and of their directory: those are written by themselves."""
+    for directory in (path, path.parent):
+        # Some file systems have no such thing; none loses whole files for it.
+        with contextlib.suppress(OSError):
+            _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -66,8 +66,8 @@ class Keeper:
         self.cursor: Cursor | None = None
         self.has_state = place.role == "worker"
         """A joiner holds nothing until it has received and verified."""
-        self.saved = checkpoint.newest(place) if self.has_state else None
-        """The checkpoint that a rerun goes on from."""
+        self.saved: checkpoint.Found | None = None
+        """The checkpoint that a rerun goes on from, once all ranks have agreed on it."""
         self.moved: tuple[int, float] = (0, 0.0)
         """What this rank received in the present generation: bytes, seconds."""
         self.homes = EntryHomes(place)

@@ -8,13 +8,19 @@ import torch
 
 from keepstep.errors import Permanent
 
+_C_INT_MAX = 2**31 - 1
+
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """A copy of a tensor's bytes."""
     # Asked first, because a step comes here for each private tensor.
     plain = tensor.is_cpu and tensor.is_contiguous()
     flat = tensor if plain else tensor.detach().cpu().contiguous()
-    return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
+    size = flat.numel() * flat.element_size()
+    # The faster way counts in C's int: of more it would raise, or cut off without a word.
+    return (
+        ctypes.string_at(flat.data_ptr(), size) if size <= _C_INT_MAX else bytes(tensor_view(flat))
+    )
 
 
 def tensor_view(tensor: torch.Tensor) -> memoryview:

@@ -9,6 +9,9 @@ calls. So a save belongs to the generation in which it began.
         |
         groups are re-formed: the collective that it is in breaks, later ones are refused
 
+A save of the session's own (`session.save`) is files that each rank writes alone. Rank 0 publishes
+it once a later commit proves that every rank has left its save, and all the files are there.
+
 Must never: hold up a recovery for a slow disk; let a save of an older generation into a newer
 one's groups; publish what is not complete.
 """
@@ -17,15 +20,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepstep.errors import ConfigError, Transient
+from keepstep.errors import ConfigError, Permanent, Transient
 from keepstep.model import PATH_CHARS_MAX
+from keepstep.training import checkpoint
 from keepstep.training.inner import GroupsBroken
 from keepstep.training.trouble import is_communication
 
@@ -38,6 +44,9 @@ LEAVE_SECONDS_MAX = 10.0
 ANSWER_SECONDS_MAX = 2.0
 ASK_AGAIN_SECONDS = 30.0
 """Publishing can wait, and training must not wait for it."""
+LOOK_AGAIN_SECONDS = 5.0
+FILES_SECONDS_MAX = 120.0
+"""A network file system shows other nodes' files late, and not that late."""
 _COLLECTIVES = (
     "broadcast_object",
     "gather_object",
@@ -92,6 +101,34 @@ def complete(owner: Session, path: str) -> Save:
     return Save(owner, written, path)
 
 
+class Parts:
+    """A checkpoint of the session's own: rank 0 has written its part, the others may be at it."""
+
+    def __init__(self, owner: Session, generation: int, path: str) -> None:
+        self._whole: Future[None] = Future()
+        self.save = Save(owner, self._whole, path)
+        self._generation = generation
+        self._look_at, self._until = 0.0, math.inf
+
+    def judge(self, keeper: Keeper, now: float) -> bool:
+        """True: its save is done, for better or worse."""
+        if keeper.generation != self._generation:
+            # Whoever was replaced may have died in the middle of its part.
+            self._whole.set_exception(GroupsBroken("ranks were replaced meanwhile"))
+        elif keeper.commits.newest < self.save.step or now < self._look_at:
+            # The step after this boundary is committed when every rank is past it, and past its
+            # save. The boundary's own step may have been committed before.
+            return False
+        elif checkpoint.has_all_files(Path(self.save.path)):
+            self._whole.set_result(None)
+        elif now > self._until:
+            self._whole.set_exception(Permanent("not every rank has written its part"))
+        else:
+            self._look_at = now + LOOK_AGAIN_SECONDS
+            self._until = min(self._until, now + FILES_SECONDS_MAX)
+        return self._whole.done()
+
+
 class Saves:
     """One per protected process."""
 
@@ -107,6 +144,7 @@ class Saves:
         self._watches = False
         self._watched_in = self._generation
         self._pending: list[Save] = []
+        self._parts: list[Parts] = []
         self._ask_at = 0.0
 
     # ------------------------------------------------------------ the fence
@@ -225,9 +263,15 @@ class Saves:
     def add(self, save: Save) -> None:
         self._pending.append(save)
 
+    def add_parts(self, parts: Parts) -> None:
+        self._parts.append(parts)
+        self._pending.append(parts.save)
+
     def publish_complete(self) -> None:
         """At a boundary: what has become complete since the last one is published."""
         now = time.monotonic()
+        if self._parts:
+            self._parts = [parts for parts in self._parts if not parts.judge(self._keeper, now)]
         if not self._pending or now < self._ask_at:
             return
         for save in [save for save in self._pending if save.done]:

@@ -33,7 +33,7 @@ from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, WarmLoader, warm_up
 from keepstep.training.registry import Registry
 from keepstep.training.reset import ddp_modules, forget_meshes
-from keepstep.training.saves import Save, check_path, complete
+from keepstep.training.saves import Parts, Save, check_path, complete
 from keepstep.training.seat import Place, Seat, read_place
 from keepstep.training.seeded import seeded
 
@@ -142,6 +142,7 @@ class Session:
         cursor = self._cursor = Cursor(source, passes, accumulate)
         cursor.warm, self._warm = self._warm, None
         if self._keeper is not None:
+            checkpoint.agree(self._keeper)
             # A rerun rehearses as well, all ranks together: its first step is not the job's
             # first, so it needs DDP's rebuilt buckets, which decide the order of summation.
             if not self._keeper.starts_at_the_top and not self._rehearsed:
@@ -331,17 +332,20 @@ class Session:
             held_by(tensor, ranks)
 
     def save(self) -> str | None:
-        """Write a checkpoint of this boundary, on every rank, and publish it.
+        """Write a checkpoint of this boundary, on every rank.
 
-        Call it between attempts. Returns its path; None without protection or a state directory.
+        Call it between attempts. It is published two steps later, when all ranks have written their
+        parts; keep the one before it until then. If ranks are replaced in between, it is not.
+        Returns its path; None without protection or a state directory.
         """
         keeper = self._keeper
         if keeper is None or keeper.place.state_directory is None:
             return None
-        path = checkpoint.save(keeper)
+        path = str(checkpoint.save(keeper))
         if keeper.place.rank == 0:
-            self.publish(str(path))
-        return str(path)
+            check_path(path)
+            keeper.saves.add_parts(Parts(self, keeper.generation, path))
+        return path
 
     def publish(self, path: str) -> None:
         """Make a checkpoint the newest. Refused to a worker whose generation is over.

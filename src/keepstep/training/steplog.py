@@ -4,12 +4,17 @@ Only rank 0 writes, but every rank remembers its last few records: whoever takes
 writes the lines that its predecessor did not get to, and reads the file's tail so that no line is
 written twice. A line quotes the journal's head now and then; whoever keeps this file can tell if
 the journal was rewritten.
+
+Must never: break training because a disk is full. Lines that cannot be written are kept and follow
+later; beyond a bound they are missing, and `keepstep verify` names the first step that is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +29,12 @@ HEAD_EVERY_STEPS = 100
 CLOSE_EVERY_LINES = RECORDS_KEPT // 2
 """A network file system writes through when a file is closed, and what a lost node had not written
 must be what others still remember."""
+LINES_OWED_MAX = 20_000
+"""A night's worth for a disk that is full, in about 10 MB of memory."""
+SLOW_SECONDS = 0.1
+WAIT_TIMES = 50
+"""A disk that takes long to say no is asked again after so many times as long: a fiftieth of the
+training's time at most goes into asking."""
 _TAIL_BYTES = 65536
 
 
@@ -59,6 +70,12 @@ class StepLog:
         self._written: int | None = None
         self._head, self._head_due = "", 0
         self._file, self._unclosed = -1, 0
+        self._starts_at: int | None = None
+        """The boundary of a start that the file does not know of yet."""
+        self._owed: deque[StepRecord] = deque(maxlen=LINES_OWED_MAX)
+        """Of committed steps, while the file cannot be written."""
+        self._retry_at = 0.0
+        self._said: set[str] = set()
 
     def remember(self, record: StepRecord) -> None:
         """A step was applied here, now; it is not committed yet."""
@@ -96,21 +113,55 @@ class StepLog:
             self._records.append(known)
         self._written = None
 
-    def commit(self, step: int, head: str) -> list[StepRecord]:
-        """Write every remembered line up to `step`; returns those newly committed."""
+    def commit(self, step: int, head: str) -> None:
+        """Write every remembered line up to `step`, or keep it for later."""
         if self.path is None:
-            return []
+            return
+        begun = time.monotonic()
+        if begun >= self._retry_at:
+            try:
+                self._write(step, head)
+            except (OSError, ValueError) as error:
+                # What is there is read anew before the next try: a line may have been cut short.
+                self._written = None
+                with contextlib.suppress(OSError):
+                    self._close()
+                took = time.monotonic() - begun
+                self._retry_at = begun + took * WAIT_TIMES if took > SLOW_SECONDS else 0.0
+                self._say(
+                    f"{self.path} cannot be written: {error}; training goes on, and the lines "
+                    "wait in the memory of rank 0 until it can"
+                )
+            else:
+                if self._owed:
+                    self._owed.clear()
+                    self._say(f"{self.path} can be written again")
+                return
+        kept = self._owed[-1].step if self._owed else -1
+        self._owed.extend(r for r in self._records if kept < r.step <= step)
+
+    def _write(self, step: int, head: str) -> None:
+        assert self.path is not None, "only who has a path writes"
         if self._written is None:
             self._written = last_step(self.path)
-        fresh = [r for r in self._records if self._written < r.step <= step]
+        if self._starts_at is not None:
+            if self._written >= self._starts_at:
+                self._append([{"fallback_to": self._starts_at}])
+                self._written = self._starts_at - 1
+            self._starts_at = None
+        known = self._records
+        if self._owed:
+            known = deque({r.step: r for r in (*self._owed, *self._records)}.values())
+        fresh = [r for r in known if self._written < r.step <= step]
         if fresh:
             lines = [_plain(r) for r in fresh]
-            if head and (head != self._head or fresh[-1].step >= self._head_due):
+            quotes = head and (head != self._head or fresh[-1].step >= self._head_due)
+            if quotes:
                 lines[-1]["head"] = head
-                self._head, self._head_due = head, fresh[-1].step + HEAD_EVERY_STEPS
             self._append(lines)
             self._written = fresh[-1].step
-        return fresh
+            if quotes:
+                self._head, self._head_due = head, fresh[-1].step + HEAD_EVERY_STEPS
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
         """In one write, so that a death leaves at most the last line cut short."""
@@ -124,19 +175,26 @@ class StepLog:
             left = left[os.write(self._file, left) :]
         self._unclosed += len(lines)
         if self._unclosed >= CLOSE_EVERY_LINES:
-            os.close(self._file)
-            self._file, self._unclosed = -1, 0
+            self._close()
+
+    def _close(self) -> None:
+        # Forgotten first: also a close that fails has closed it.
+        file, self._file, self._unclosed = self._file, -1, 0
+        if file >= 0:
+            os.close(file)
 
     def start_at(self, boundary: int) -> None:
         """A first generation, or one after a fallback: say so if lines of later steps exist."""
-        if self.path is None:
-            return
-        written = last_step(self.path)
-        if written >= boundary:
-            self._append([{"fallback_to": boundary}])
-            written = boundary - 1
-        self._written = written
+        self._written, self._starts_at = None, boundary
         self.commit(boundary - 1, "")
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            # What is said may go to the same disk.
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"keepstep: {text}\n")
+                sys.stderr.flush()
 
 
 def last_step(path: Path) -> int:
