@@ -14,14 +14,17 @@ import contextlib
 import copy
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from keepstep import sabotage
+from keepstep.training.optimizers import load_groups, settings_of
 from keepstep.training.plain import encode, plain_digest
 from keepstep.training.randomness import Randomness, read_randomness, restore_randomness
 from keepstep.training.registry import Registry
@@ -55,12 +58,16 @@ class Boundary:
         """State is half received; this rank is no source."""
         self.unsynced = False
         """The update is in, and what other ranks updated has yet to come (halfway.py)."""
+        self.doubtful = ""
+        """A buffer that could not be put back for sure when an attempt was last left."""
         self._snapshot: _Snapshot | None = None
         self._shadows: dict[str, torch.Tensor] = {}
         self._moving: set[str] | None = None
         """Buffers that change in a forward pass; None while still learning."""
         self._seen_moving: set[str] = set()
-        self._versions: dict[str, int] = {}
+        self._resting: list[nn.Module] | None = None
+        """Modules with buffers that were never in training mode so far."""
+        self._marks: dict[str, _Mark] = {}
         self._watched = 0
         self._began_ns = 0
         self._pace: deque[int] = deque(maxlen=_PACE_STEPS)
@@ -86,34 +93,55 @@ class Boundary:
         return {n: copy.deepcopy(o.state_dict()) for n, o in self.registry.others.items()}
 
     def _groups(self) -> dict[str, list[dict[str, Any]]]:
-        return {
-            name: [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
-            for name, o in self.registry.optimizers.items()
-        }
+        return {name: settings_of(o) for name, o in self.registry.optimizers.items()}
 
     def _shadow_buffers(self) -> None:
         """Copy the buffers that move.
 
         BatchNorm changes its statistics without bumping a version counter, so the first steps
-        compare bytes to learn which buffers move; later a bumped counter adds to them.
+        compare bytes to learn which buffers move; later a bumped counter adds to them, or another
+        tensor in the place. A module that is trained only later is a reason to learn anew.
         """
         buffers = self.registry.buffers()
+        if self._resting is None:
+            self._resting = self.registry.untrained()
+        elif any(module.training for module in self._resting):
+            self._resting = [module for module in self._resting if not module.training]
+            self._learn_anew()
         if self._moving is None and self._watched >= _LEARNING_STEPS:
             self._moving = {n for n, b in buffers if not _same_bytes(self._shadows.get(n), b)}
-            self._moving |= self._seen_moving
+            # Statistics may lie still for long, where a layer is skipped, and then move unseen.
+            self._moving |= self._seen_moving | self.registry.statistics()
         for name, buffer in buffers:
             shadow = self._shadows.get(name)
             if shadow is None or shadow.shape != buffer.shape or shadow.dtype != buffer.dtype:
                 self._shadows[name] = buffer.detach().clone()
-                self._versions[name] = buffer._version
+                self._marks[name] = _Mark.of(buffer)
             elif self._moving is None:
                 if not _same_bytes(shadow, buffer):
                     self._seen_moving.add(name)
                 shadow.copy_(buffer)
-            elif name in self._moving or buffer._version != self._versions[name]:
+                self._marks[name] = _Mark.of(buffer)
+            elif name in self._moving:
                 shadow.copy_(buffer)
-                self._versions[name] = buffer._version
+            elif not self._marks[name].fits(buffer):
+                shadow.copy_(buffer)
+                self._marks[name] = _Mark.of(buffer)
         self._watched += 1
+
+    def _learn_anew(self) -> None:
+        self._moving, self._watched = None, 0
+
+    def _find_doubtful(self) -> str:
+        """A buffer that was taken for still and is another now: nothing says since which step."""
+        if self._moving is None:
+            return ""
+        for name, buffer in self.registry.buffers():
+            if name in self._moving or name not in self._shadows:
+                continue
+            if self._marks[name].fits(buffer) and not _same_bytes(self._shadows[name], buffer):
+                return name
+        return ""
 
     def grads_ready(self) -> None:
         self.updating = True
@@ -185,6 +213,10 @@ class Boundary:
         """Put back what the forward pass changed."""
         snapshot = self._snapshot
         assert snapshot is not None, "an attempt begins with a snapshot"
+        self.doubtful = self._find_doubtful()
+        if self.doubtful:
+            # The copy may be of a much older step: in doubt the rank is torn, and receives.
+            self.torn = True
         self._put(snapshot, {} if sabotage.off("buffers") else self._shadows)
 
     @contextlib.contextmanager
@@ -209,10 +241,7 @@ class Boundary:
         for name, state in snapshot.others.items():
             self.registry.others[name].load_state_dict(copy.deepcopy(state))
         for name, groups in snapshot.groups.items():
-            for group, before in zip(
-                self.registry.optimizers[name].param_groups, groups, strict=True
-            ):
-                group.update(before)
+            load_groups(self.registry.optimizers[name], groups)
         self.registry.set_syncs(snapshot.syncs)
         self._put_generators(snapshot)
 
@@ -227,6 +256,25 @@ class Boundary:
         """State of another boundary was received and verified."""
         self.step = step
         self.torn = self.unsynced = self.in_attempt = self.updating = self.updated = False
+        # What landed raises no version.
+        self._learn_anew()
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What a buffer was when it was copied. Whoever writes to it changes this, as a rule."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    address: int
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor) -> _Mark:
+        return cls(weakref.ref(buffer), buffer._version, buffer.data_ptr())
+
+    def fits(self, buffer: torch.Tensor) -> bool:
+        same = self.version == buffer._version and self.address == buffer.data_ptr()
+        return same and self.tensor() is buffer
 
 
 def _same_bytes(left: torch.Tensor | None, right: torch.Tensor) -> bool:

@@ -14,6 +14,8 @@ from keepstep.training import zero
 from keepstep.training.holders import is_distributed, local_of
 from keepstep.training.plain import shaped_like
 
+_ATOMS = frozenset({bool, float, int, str, type(None)})
+
 
 def holds_tensors(state: Any) -> bool:
     if isinstance(state, Mapping):
@@ -47,11 +49,28 @@ def load_hidden(optimizer: torch.optim.Optimizer, state: Sequence[Mapping[str, A
             state_of(optimizer)[parameter].update(values)
 
 
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """A copy of what its groups are set to: a learning rate that is a tensor changes in place."""
+    return [
+        {k: v if type(v) in _ATOMS else _copied(v) for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple) and any(isinstance(item, torch.Tensor) for item in value):
+        return tuple(map(_copied, value))
+    return value
+
+
+@torch.no_grad()
 def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
             # A tensor learning rate (capturable optimizers) must stay the same object.
-            if isinstance(group.get(key), torch.Tensor):
+            if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
                 group[key].copy_(value)
             else:
                 group[key] = shaped_like(group.get(key), value)

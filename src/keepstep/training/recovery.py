@@ -94,6 +94,8 @@ def unwind(keeper: Keeper) -> None:
         keeper.step_through(keeper.boundary.step - 1)
         # What was remembered is a step older, and a forward pass moves buffers unseen.
         keeper.rest.forget()
+    if keeper.boundary.doubtful:
+        keeper.uncovered.buffer_moves_unseen(keeper.boundary.doubtful)
 
 
 def report_boundary(

@@ -167,6 +167,15 @@ class Registry:
                 found.append((name, local_of(buffer)))
         return found
 
+    def untrained(self) -> list[nn.Module]:
+        """Modules with buffers that are not in training mode."""
+        return [module for _, module, _ in self._buffer_places if not module.training]
+
+    def statistics(self) -> set[str]:
+        """Names of buffers that torch's own norms write to without raising a version."""
+        places = self._buffer_places
+        return {name for name, module, _ in places if hasattr(module, "track_running_stats")}
+
     def _find_buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
         for name, module in self.modules.items():
             for path, inner in module.named_modules():

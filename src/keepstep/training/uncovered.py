@@ -138,6 +138,13 @@ class Uncovered:
             "more, it receives others'; if all did the same, that is a fallback. Evaluate a copy"
         )
 
+    def buffer_moves_unseen(self, name: str) -> None:
+        self._say(
+            f"buffer {name} began to change in mid-run, through .data or a function that raises no "
+            "version: it cannot be put back, and this rank receives its state; if all do, that is "
+            "a fallback to the newest checkpoint. Write to it in place, with x.copy_"
+        )
+
     def lonely_moves(self) -> None:
         self._say(
             "something other than an optimizer changes parameters that one rank holds alone (an "
