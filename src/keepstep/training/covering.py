@@ -188,7 +188,10 @@ class Covering:
         exchange.flush()
 
     def _record(self, room: Sizes, step: int, *, updates: bool) -> list[Frame]:
-        registry, tensors = self._keeper.registry, self._tensors()
+        registry = self._keeper.registry
+        # A capsule of tensors that are not trained any more would be right with itself.
+        registry.look_again()
+        tensors = self._tensors()
         hole: list[Frame] = [(step, ())]
         if self._strange_moves():
             return hole

@@ -26,6 +26,7 @@ from keepstep.training import covering, sealed_side, transport
 from keepstep.training.digest import digest
 from keepstep.training.groups import Groups, GroupsBroken, decode_log, encode_log, merge_logs
 from keepstep.training.holders import Holders, View, agree
+from keepstep.training.listing import Place
 from keepstep.training.raw import size_bytes, tensor_bytes
 from keepstep.training.registry import Registry
 from keepstep.training.side import exchange_rows, receive_json, send_json
@@ -222,7 +223,8 @@ class SliceDigest:
 
     def __init__(self) -> None:
         self._key: tuple[int, ...] = ()
-        self._flats: list[torch.Tensor] = []
+        self._places: list[Place] = []
+        self._kinds: list[tuple[int, torch.dtype]] = []
         self._ends: list[int] = []
         """How many slices there are up to the end of each tensor."""
 
@@ -230,24 +232,39 @@ class SliceDigest:
         key = (*registry.layout_key(), len(registry.private))
         if key != self._key:
             self._key = key
-            self._flats = [
-                tensor.detach().reshape(-1)
-                for name, tensor in registry.fixed()
-                if name not in registry.private
-            ]
-            counts = (-(-max(1, flat.numel()) // _per_slice(flat)) for flat in self._flats)
-            self._ends = list(itertools.accumulate(counts))
-        if not self._flats:
+            self._count(registry)
+        if not self._places:
             return ""
         # Counted, not listed: of a gigabyte there are a hundred thousand, and a joiner meets them
         # for the first time in the step that everybody waits for.
         number = step % self._ends[-1]
         index = bisect.bisect_right(self._ends, number)
-        flat = self._flats[index]
-        first = (number - (self._ends[index - 1] if index else 0)) * _per_slice(flat)
-        raw = tensor_bytes(flat[first : first + _per_slice(flat)])
+        # Looked up at each step: the program may have put another one in its place.
+        tensor = self._places[index].now()
+        if tensor is None or _kind(tensor) != self._kinds[index]:
+            registry.look_anew()
+            return self.next(registry, step)
+        flat = tensor.detach().reshape(-1)
+        per = _per_slice(self._kinds[index])
+        first = (number - (self._ends[index - 1] if index else 0)) * per
+        raw = tensor_bytes(flat[first : first + per])
         return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
+    def _count(self, registry: Registry) -> None:
+        listed = [
+            (place, _kind(tensor))
+            for place, (name, tensor) in zip(registry.places(), registry.fixed(), strict=True)
+            if name not in registry.private
+        ]
+        self._places = [place for place, _ in listed]
+        self._kinds = [kind for _, kind in listed]
+        counts = (-(-max(1, kind[0]) // _per_slice(kind)) for kind in self._kinds)
+        self._ends = list(itertools.accumulate(counts))
 
-def _per_slice(tensor: torch.Tensor) -> int:
-    return max(1, SLICE_BYTES // tensor.element_size())
+
+def _kind(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
+    return tensor.numel(), tensor.dtype
+
+
+def _per_slice(kind: tuple[int, torch.dtype]) -> int:
+    return max(1, SLICE_BYTES // kind[1].itemsize)

@@ -25,7 +25,8 @@ from keepstep import portion as portions
 from keepstep.errors import ConfigError
 from keepstep.training import zero
 from keepstep.training.capsule import DigestCache, byte_view, combine, digest
-from keepstep.training.holders import Holders, View, Views, is_cut, is_distributed, local_of
+from keepstep.training.holders import Holders, View, Views, is_cut, local_of
+from keepstep.training.listing import Listing, Place
 from keepstep.training.optimizers import (
     conform_state,
     holds_tensors,
@@ -82,8 +83,9 @@ class Registry:
         """Names of tensors that differ between ranks. Grows by comparison, never shrinks."""
         self._replicated: list[DistributedDataParallel] = []
         self._cache = DigestCache()
-        self._fixed_key: tuple[int, ...] = ()
-        self._fixed: list[tuple[str, torch.Tensor]] = []
+        self._looks = 0
+        self._listing: tuple[tuple[int, ...], Listing] = ((), Listing())
+        """And the layout that it is of. Replaced as one: two threads may look while state comes."""
         self._looked_key: Any = None
         self._looked_by: Holders | None = None
         self._looked: dict[tuple[str, str], list[Any]] = {}
@@ -127,34 +129,38 @@ class Registry:
         return [*self.fixed(), *self.buffers()]
 
     def fixed(self) -> list[tuple[str, torch.Tensor]]:
-        """Parameters and optimizer state: the same tensors at every step, so looked up once."""
-        key = self.layout_key()
-        if key != self._fixed_key:
-            self._fixed = [*self._parameters(), *self._optimizer_tensors()]
-            self._fixed_key = key
-        return self._fixed
+        """Parameters and optimizer state: as a rule the same at every step, so listed once."""
+        return self._listed().tensors
+
+    def places(self) -> list[Place]:
+        """Where the tensors of `fixed` are found, in the same order."""
+        return self._listed().places
+
+    def _listed(self) -> Listing:
+        key, (known, listing) = self.layout_key(), self._listing
+        if key != known:
+            listing = Listing(self._named_parameters(), self.optimizers)
+            self._listing = (key, listing)
+        return listing
+
+    def look_anew(self) -> None:
+        """The program may have put other tensors in the places of those that were looked up."""
+        self._looks += 1
+
+    def look_again(self) -> None:
+        """The same if there is a reason to: for a step that goes over all tensors anyway."""
+        if not self._listing[1].still_true():
+            self.look_anew()
 
     def layout_key(self) -> tuple[int, ...]:
         """Changes when optimizers have made or dropped state; cheap enough for every step."""
         made = (len(state_of(o)) + zero.layout(o) for o in self.optimizers.values())
-        return (len(self.modules), *made)
-
-    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._named_parameters():
-            yield name, local_of(parameter.detach())
+        return (self._looks, len(self.modules), *made)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, module in self.modules.items():
             for key, parameter in self._kept.get(name) or module.named_parameters():
                 yield f"{name}.{key}", parameter
-
-    def _optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, optimizer in self.optimizers.items():
-            for index, parameter in enumerate(parameters_of(optimizer)):
-                state = state_of(optimizer).get(parameter, {})
-                for key in sorted(state):
-                    if isinstance(state[key], torch.Tensor):
-                        yield f"{name}.{index}.{key}", local_of(state[key])
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors that a forward pass may change, or replace: looked up each time."""
@@ -331,6 +337,8 @@ class Registry:
 
     def private_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """What the private entry carries beside the implicit generators."""
+        if self._private_is_fixed():
+            self.look_again()
         fixed = self.fixed() if self._private_is_fixed() else []
         named = [(n, t) for n, t in (*fixed, *self.buffers()) if n in self.private]
         return named + [(f"{n}.generator", g.get_state()) for n, g in self.generators.items()]
@@ -447,7 +455,7 @@ class Registry:
                 owner = f"{name}.{index}"
                 if portion is None or self.holders.portion(owner, self.rank) == portion:
                     conform_state(optimizer, parameter, wanted.get(owner, {}))
-        self._fixed_key, self._looked_key = (), None
+        self.look_anew()
         own = self.layout(portion)
         if own != [(n, d, list(s), c) for n, d, s, c in layout]:
             differing = next(
@@ -461,24 +469,14 @@ class Registry:
 
     def layout(self, portion: str | None = None) -> Layout:
         """Name, type and shape of each shared tensor, and whether it is a part of a DTensor."""
-        cut = self._distributed()
+        cut = self._listed().cut
         return [(n, str(t.dtype), list(t.shape), n in cut) for n, t in self.shared(portion)]
-
-    def _distributed(self) -> set[str]:
-        """Names of optimizer state that is DTensors: a receiver has to make the same."""
-        return {
-            f"{name}.{index}.{key}"
-            for name, optimizer in self.optimizers.items()
-            for index, parameter in enumerate(parameters_of(optimizer))
-            if is_distributed(parameter)
-            for key, value in state_of(optimizer).get(parameter, {}).items()
-            if is_distributed(value)
-        }
 
     # ------------------------------------------------------------ digests
 
     def digests(self, received: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
         """Per tensor; `received` holds those that the transport computed from landed bytes."""
+        self.look_anew()
         frozen = self._frozen()
         known = received or {}
         found = []
@@ -508,6 +506,7 @@ class Registry:
 
     def forget_digests(self) -> None:
         """Look at every byte again: something that was remembered may have been wrong."""
+        self.look_anew()
         self._cache.forget()
 
     def shared_digests(self, received: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -66,6 +66,7 @@ class Rest:
         return _tell(keeper, text, torn=decided, corrupt=decided)
 
     def remember(self, registry: Registry) -> None:
+        registry.look_again()
         self._known = {
             name: (tensor.data_ptr(), tensor._version, digest(tensor))
             for name, tensor in registry.tensors()
