@@ -21,9 +21,10 @@ import torch
 
 from keepstep import wire
 from keepstep.model import Endpoint, JobId, Rank
-from keepstep.page import Ring, find_entry, mirror_path
+from keepstep.page import NEWEST, Ring, find_entry, mirror_path
 from keepstep.training.asking import ask
 from keepstep.training.exchange import Exchange
+from keepstep.training.private import decode_entry, not_carried
 from keepstep.training.raw import bytes_tensor, tensor_bytes
 from keepstep.training.seat import Place
 
@@ -151,6 +152,8 @@ def fetch_from(
         payload, why = fetch_entry(place.room, home.endpoints, asked, sealed=place.encrypt)
         if payload is not None:
             break
+    if payload is not None and boundary != NEWEST and (lacks := decode_entry(payload).lacks):
+        return None, not_carried(lacks)
     return payload, why
 
 
