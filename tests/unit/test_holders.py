@@ -13,8 +13,8 @@ from torch import nn
 from keepstep import portion
 from keepstep.errors import ConfigError
 from keepstep.training.boundary import Boundary
-from keepstep.training.holders import Holders, View, Views, agree, close, held_by
-from keepstep.training.registry import Registry, find_private
+from keepstep.training.holders import Holders, View, Views, agree, close, find_private, held_by
+from keepstep.training.registry import Registry
 
 
 def views(*rows: dict[str, list[int]]) -> list[View]:

@@ -1,21 +1,35 @@
-"""A program that puts other tensors in the places of its state: what is compared, sent and saved is
-what it trains."""
+"""What is compared, sent and saved is what the program trains, as it is after its last update.
+
+A program may put other tensors in the places of its state; ranks may differ in what they train.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from keepstep import wire
+from keepstep.errors import NoHome
+from keepstep.model import Rank
+from keepstep.page import NEWEST
+from keepstep.training import mirror
+from keepstep.training.boundary import Boundary
 from keepstep.training.digest import digest
+from keepstep.training.homes import EntryHomes
 from keepstep.training.movement import SliceDigest
-from keepstep.training.registry import Registry
+from keepstep.training.private import EntryWriter, check_whole, decode_entry
+from keepstep.training.raw import tensor_bytes
+from keepstep.training.recorder import Recorder
+from keepstep.training.registry import LATER, Registry
 from keepstep.training.rot import Rest
+from keepstep.training.uncovered import Uncovered
 
-Parts = tuple[nn.Linear, torch.optim.Optimizer]
 Change = Callable[[nn.Linear, torch.optim.Optimizer], None]
 
 
@@ -163,3 +177,87 @@ def test_a_flip_in_a_tensor_that_was_put_in_another_ones_place_is_found() -> Non
     rest.remember(registry)
     optimizer.state[net.weight]["exp_avg"].data[0, 0] += 1
     assert rest.changed(registry) == ["o.0.exp_avg"]
+
+
+class AtWork:
+    """As much of a keeper as a recorder needs."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry, self.boundary = registry, Boundary(registry)
+        self.homes = EntryHomes(SimpleNamespace(rank=0))  # type: ignore[arg-type]
+        self.homes.find = lambda boundary: self.entry  # type: ignore[method-assign]
+        self.homes.put = lambda boundary, entry: setattr(self, "entry", entry)  # type: ignore[method-assign]
+        self.uncovered, self.entry = Uncovered(), b""
+        position = {"pass": 0, "index": 0, "samples": 0}
+        self.cursor = SimpleNamespace(
+            position=lambda: position, position_after=lambda: position, has_batches=False
+        )
+        self.recorder = Recorder(self)  # type: ignore[arg-type]
+
+
+def test_private_state_that_an_update_changes_is_refused_rather_than_taken_one_update_old(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    net, optimizer, registry = built()
+    net.bias.requires_grad_(False)
+    step(net, optimizer)
+    registry.private = {"m.weight", "m.bias", "o.0.exp_avg"}
+    keeper = AtWork(registry)
+    for _ in range(2):
+        keeper.boundary.begin()
+        keeper.recorder.begin()
+        keeper.recorder.record(early=True)
+        keeper.boundary.grads_ready()
+        step(net, optimizer)
+        keeper.boundary.update_done()
+        keeper.boundary.applied()
+    entry = decode_entry(keeper.entry)
+    assert entry.boundary == keeper.boundary.step == 2
+    assert entry.lacks == ["m.weight", "o.0.exp_avg"]
+    assert capsys.readouterr().err.count("keepstep.held_by") == 1, "said once"
+    with pytest.raises(NoHome, match=r"m\.weight differs .* keepstep\.held_by"):
+        check_whole(keeper.entry)
+    with pytest.raises(NoHome, match=r"m\.weight"):
+        registry.restore_private("m.weight", b"")
+    # What no optimizer updates is in it, and whoever saves this boundary saves all of it.
+    carried = dict(zip(entry.names, entry.tensors, strict=True))
+    assert carried["m.bias"] == tensor_bytes(net.bias)
+    saved = decode_entry(keeper.homes.get(2))
+    assert saved.lacks == []
+    assert (saved.randomness, saved.loader) == (entry.randomness, entry.loader)
+    held = dict(zip(saved.names, saved.tensors, strict=True))
+    assert held["m.weight"] == tensor_bytes(net.weight.detach())
+    assert held["o.0.exp_avg"] == tensor_bytes(optimizer.state[net.weight]["exp_avg"])
+
+
+def test_an_entry_of_another_boundary_is_not_completed_with_what_is_here_now() -> None:
+    _, _, registry = built()
+    registry.private = {"m.weight"}
+    keeper = AtWork(registry)
+    keeper.boundary.begin()
+    keeper.recorder.begin()
+    keeper.recorder.record(early=True)
+    assert decode_entry(keeper.homes.get(1)).lacks == ["m.weight"], "the update is not in yet"
+    keeper.boundary.unwind()
+    assert decode_entry(keeper.homes.get(1)).lacks == ["m.weight"], "nor will it be"
+    entry = decode_entry(keeper.recorder.entry())
+    assert (entry.boundary, entry.lacks) == (0, []), "between two steps nothing is left out"
+
+
+def test_an_entry_that_lacks_something_is_nobodys_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payloads = [
+        EntryWriter().entry(3, {"pass": 0}, [("m.weight", tensor)])
+        for tensor in (torch.ones(2), LATER)
+    ]
+    place = SimpleNamespace(job="j", room=tmp_path, encrypt=False)
+    home = wire.Home(Rank(0), ())
+    found = []
+    for payload in payloads:
+        monkeypatch.setattr(mirror, "fetch_entry", lambda *_, p=payload, **__: (p, "this node"))
+        found.append(mirror.fetch_from(place, home, 3, "secret"))  # type: ignore[arg-type]
+        assert mirror.fetch_from(place, home, NEWEST, "secret")[0] == payload  # type: ignore[arg-type]
+    assert found[0] == (payloads[0], "this node")
+    assert found[1][0] is None
+    assert "m.weight" in found[1][1]

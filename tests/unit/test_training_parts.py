@@ -25,14 +25,14 @@ from keepstep.page import RING_SLOTS
 from keepstep.training import private, raw, steplog
 from keepstep.training.boundary import Boundary
 from keepstep.training.finding import _foresee, _short_turns
-from keepstep.training.holders import Holders
+from keepstep.training.holders import Holders, find_private
 from keepstep.training.inbox import Inbox
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, count_samples, warm_up
 from keepstep.training.movement import SLICE_BYTES, SliceDigest
 from keepstep.training.plain import decode, encode
 from keepstep.training.raw import fill_from_bytes
-from keepstep.training.registry import Registry, find_private
+from keepstep.training.registry import Registry
 from keepstep.training.session import Session
 from keepstep.training.trouble import is_communication
 

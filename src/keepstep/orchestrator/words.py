@@ -40,7 +40,7 @@ checkpoint checksum child choose closed closure cluster code collective collecti
 coming command committed common complete completed compute confirmed connect connected connection
 connection-reset contaminated content-length content-type copy corrupt could counted counter cover
 covers cp cpp culprit current cursor cut data database dataset days dead decide decided decides
-declared default destroyed detail dev device device-lost devices dict did died dies differ
+declare declared default destroyed detail dev device device-lost devices dict did died dies differ
 different differs digest dim directory disk dismiss do does domain done doubts drain drained
 draining draw drawn drop each earlier either else elsewhere empty end ended ending endpoint ends
 entered entries entry environment errand error evaluate evaluation event ever every evidence
@@ -53,9 +53,9 @@ here hold holders holds home host how http https id if ignored imminent import i
 incarnation incident incidents indices inf inside install instead into is it iterable its itself
 job jobs join joiner joining journal json keep keeps keepstep keepstep-stream kept kernel keys
 kill killed kills kind know known knows ks label labels lack lag laggard lags last late lately
-lead leads least leave leaver leavers leaving led left lent less let level like limits line lines
-linked list listen listener listens lists lives living load loaded loader loan loans log look
-look-at-it looked looking loop loss lost machine made majority make makes manifest max may mb
+layer lead leads least leave leaver leavers leaving led left lent less let level like limits line
+lines linked list listen listener listens lists lives living load loaded loader loan loans log
+look look-at-it looked looking loop loss lost machine made majority make makes manifest max may mb
 meaning meanwhile measured median member memory message met meta method metrics mid-run middle
 migrate migrating migration min mirror missing mode model module moment more most move moved moves
 much must my name named names namespace need needed needs neighbour never new newer newest next

@@ -261,3 +261,19 @@ def close(sets: Iterable[str]) -> tuple[str, ...]:
     for rank in sorted(parent):
         members.setdefault(root(rank), []).append(rank)
     return tuple(sorted(portion.name_of(ranks) for ranks in members.values()))
+
+
+def find_private(rows: list[list[tuple[str, str]]], holders: Holders) -> set[str]:
+    """Names whose digests differ between ranks that should hold them alike. Pure.
+
+    `rows` holds each rank's digests. A name is private on all ranks or on none, so that everybody
+    means the same by what is shared.
+    """
+    first: dict[tuple[str, str], str] = {}
+    found = set()
+    for rank, row in enumerate(rows):
+        for name, value in row:
+            key = name if name in holders.of else name.rpartition(".")[0]
+            if first.setdefault((name, holders.portion(key, rank)), value) != value:
+                found.add(name)
+    return found

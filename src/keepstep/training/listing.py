@@ -62,6 +62,13 @@ class Listing:
             if place.optimizer is not None and is_distributed(tensor)
         }
         """Names of optimizer state that is DTensors: a receiver has to make the same."""
+        moving = {id(p) for o in self._optimizers for p in parameters_of(o) if p.requires_grad}
+        self.updated = {
+            place.name
+            for place in self.places
+            if place.optimizer is not None or id(place.parameter) in moving
+        }
+        """Names of what an update changes."""
         self._held = [
             (place, tensor, _address(tensor))
             for place, tensor in zip(self.places, held, strict=True)

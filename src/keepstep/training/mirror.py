@@ -19,9 +19,10 @@ import torch
 
 from keepstep import wire
 from keepstep.model import Endpoint
-from keepstep.page import Ring, find_entry, mirror_path
+from keepstep.page import NEWEST, Ring, find_entry, mirror_path
 from keepstep.training.asking import ask_in_turn
 from keepstep.training.exchange import Exchange
+from keepstep.training.private import decode_entry, not_carried
 from keepstep.training.raw import bytes_tensor, tensor_bytes
 from keepstep.training.seat import Place
 
@@ -128,9 +129,11 @@ def fetch_from(
 ) -> tuple[bytes | None, str]:
     """A rank's private state at a boundary: from this node's memory, else from its homes, which are
     asked with each secret that they may know."""
-    payload = find_entry(place.room, int(home.rank), boundary)
-    if payload is not None:
-        return payload, "this node"
-    secrets = dict.fromkeys((*home.secrets, secret))
-    questions = [wire.FetchEntry(place.job, home.rank, boundary, known) for known in secrets]
-    return ask_in_turn(home.endpoints, questions, sealed=place.encrypt)
+    payload, why = find_entry(place.room, int(home.rank), boundary), "this node"
+    if payload is None:
+        secrets = dict.fromkeys((*home.secrets, secret))
+        questions = [wire.FetchEntry(place.job, home.rank, boundary, known) for known in secrets]
+        payload, why = ask_in_turn(home.endpoints, questions, sealed=place.encrypt)
+    if payload is not None and boundary != NEWEST and (lacks := decode_entry(payload).lacks):
+        return None, not_carried(lacks)
+    return payload, why

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from keepstep.errors import Permanent
+from keepstep.errors import NoHome, Permanent
 from keepstep.training.randomness import Randomness, read_randomness
 from keepstep.training.raw import tensor_bytes
 
@@ -33,6 +33,24 @@ class PrivateEntry:
     names: tuple[str, ...]
     tensors: tuple[bytes, ...]
 
+    @property
+    def lacks(self) -> list[str]:
+        """What an update changed after the entry was written: its values are nowhere else."""
+        return [name for name, raw in zip(self.names, self.tensors, strict=True) if not raw]
+
+
+def not_carried(names: Sequence[str]) -> str:
+    return (
+        f"{names[0]} differs between ranks and optimizers update it: it has no second home; "
+        "declare who holds it with keepstep.held_by"
+    )
+
+
+def check_whole(payload: bytes) -> None:
+    """Refuse an entry that a rank cannot be made of."""
+    if lacks := decode_entry(payload).lacks:
+        raise NoHome(not_carried(lacks))
+
 
 class EntryWriter:
     """Writes a rank's entries, once a step: each byte is copied once, and the part of the header
@@ -47,15 +65,35 @@ class EntryWriter:
     ) -> bytes:
         """The entry for this moment."""
         now = read_randomness()
-        parts = [now.torch_cpu, now.python, now.numpy, *now.cuda]
-        parts += [tensor_bytes(tensor) for _, tensor in named]
+        parts = _parts(now, [tensor_bytes(tensor) for _, tensor in named])
         layout = len(now.cuda), [name for name, _ in named], [len(part) for part in parts]
         if layout != self._layout or not self._text:
             cuda, names, sizes = self._layout = layout
             self._text = json.dumps({"cuda": cuda, "names": names, "sizes": sizes})
-        where = json.dumps({"boundary": boundary, "loader": loader})
-        header = f"{where[:-1]}, {self._text[1:]}".encode()
-        return b"".join((_LENGTH.pack(len(header)), header, *parts))
+        return _joined(json.dumps({"boundary": boundary, "loader": loader}), self._text, parts)
+
+
+def completed(entry: PrivateEntry, named: Mapping[str, torch.Tensor]) -> bytes:
+    """The same entry with what it lacks, as it is after the update."""
+    pairs = zip(entry.names, entry.tensors, strict=True)
+    parts = _parts(entry.randomness, [raw or tensor_bytes(named[name]) for name, raw in pairs])
+    sizes = [len(part) for part in parts]
+    cuda = len(entry.randomness.cuda)
+    return _joined(
+        json.dumps({"boundary": entry.boundary, "loader": entry.loader}),
+        json.dumps({"cuda": cuda, "names": entry.names, "sizes": sizes}),
+        parts,
+    )
+
+
+def _parts(randomness: Randomness, tensors: Sequence[bytes]) -> list[bytes]:
+    now = randomness
+    return [now.torch_cpu, now.python, now.numpy, *now.cuda, *tensors]
+
+
+def _joined(where: str, text: str, parts: Sequence[bytes]) -> bytes:
+    header = f"{where[:-1]}, {text[1:]}".encode()
+    return b"".join((_LENGTH.pack(len(header)), header, *parts))
 
 
 def decode_entry(payload: bytes) -> PrivateEntry:

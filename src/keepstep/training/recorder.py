@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from keepstep.training.generators import Generators, as_they_were, read_generators
-from keepstep.training.private import EntryWriter
+from keepstep.training.private import EntryWriter, completed, decode_entry
+from keepstep.training.registry import LATER
 from keepstep.training.uncovered import is_watched
 
 if TYPE_CHECKING:
@@ -92,7 +93,20 @@ class Recorder:
     def _coming(self) -> bytes:
         keeper = self._keeper
         assert keeper.cursor is not None, "a step has a cursor"
-        return self._write(keeper.boundary.step + 1, keeper.cursor.position_after())
+        return self._write(keeper.boundary.step + 1, keeper.cursor.position_after(), coming=True)
 
-    def _write(self, boundary: int, position: dict[str, int]) -> bytes:
-        return self._writer.entry(boundary, position, self._keeper.registry.private_tensors())
+    def _write(self, boundary: int, position: dict[str, int], *, coming: bool = False) -> bytes:
+        keeper = self._keeper
+        named = keeper.registry.private_tensors(coming=coming)
+        if left_out := [name for name, tensor in named if tensor is LATER]:
+            keeper.uncovered.private_moves(left_out[0], len(left_out))
+            keeper.homes.complete = self._complete
+        return self._writer.entry(boundary, position, named)
+
+    def _complete(self, payload: bytes) -> bytes:
+        """This rank's own entry, to be saved: with what the update has made since."""
+        keeper, entry = self._keeper, decode_entry(payload)
+        here = keeper.boundary.step == entry.boundary and not keeper.boundary.in_attempt
+        if not entry.lacks or not here or not keeper.boundary.whole:
+            return payload
+        return completed(entry, dict(keeper.registry.private_tensors()))

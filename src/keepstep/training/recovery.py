@@ -25,6 +25,7 @@ from keepstep.training import checkpoint, halfway
 from keepstep.training.finding import Finding, take_private
 from keepstep.training.movement import agree_on_groups, move_state
 from keepstep.training.pointed_store import connect
+from keepstep.training.private import check_whole
 from keepstep.training.reset import reset
 
 if TYPE_CHECKING:
@@ -173,6 +174,9 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     keeper.report("Reformed", Phase.REFORM, wire.SeatReport(rank), generation)
     try:
         payload = finding.payload()
+        if receiving:
+            # Before anything lands: a survivor's older state is still whole.
+            check_whole(payload)
     except NoHome as error:
         unfit = wire.SeatReport(rank, problem=str(error))
         keeper.report("Reform", Phase.VERIFY, unfit, generation)

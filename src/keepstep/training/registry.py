@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from keepstep import portion as portions
-from keepstep.errors import ConfigError
-from keepstep.training import zero
+from keepstep.errors import ConfigError, NoHome
+from keepstep.training import private, zero
 from keepstep.training.capsule import DigestCache, byte_view, combine, digest
-from keepstep.training.holders import Holders, View, Views, is_cut, local_of
+from keepstep.training.holders import Holders, View, Views, find_private, is_cut, local_of
 from keepstep.training.listing import Listing, Place
 from keepstep.training.optimizers import (
     conform_state,
@@ -42,6 +42,8 @@ from keepstep.training.reset import ddp_modules
 
 T = TypeVar("T")
 Layout = list[tuple[str, str, list[int], bool]]
+LATER = torch.empty(0, dtype=torch.uint8)
+"""In place of a private tensor that the coming update changes."""
 
 
 @runtime_checkable
@@ -335,13 +337,24 @@ class Registry:
             if id(parameter) not in moving and self.portion_of(name) == portion
         ]
 
-    def private_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """What the private entry carries beside the implicit generators."""
-        if self._private_is_fixed():
-            self.look_again()
-        fixed = self.fixed() if self._private_is_fixed() else []
-        named = [(n, t) for n, t in (*fixed, *self.buffers()) if n in self.private]
+    def private_tensors(self, *, coming: bool = False) -> list[tuple[str, torch.Tensor]]:
+        """What the private entry carries beside the implicit generators.
+
+        `coming`: before an update, for the boundary after it. Of what it changes only the name.
+        """
+        fixed = self._private_fixed() if self._private_is_fixed() else []
+        if coming:
+            fixed = [(name, LATER if self._is_updated(name) else t) for name, t in fixed]
+        named = [*fixed, *((n, t) for n, t in self.buffers() if n in self.private)]
         return named + [(f"{n}.generator", g.get_state()) for n, g in self.generators.items()]
+
+    def _private_fixed(self) -> list[tuple[str, torch.Tensor]]:
+        self.look_again()
+        return [(name, tensor) for name, tensor in self.fixed() if name in self.private]
+
+    def _is_updated(self, name: str) -> bool:
+        """Does an optimizer change this parameter, or this part of its own state?"""
+        return name in self._listed().updated
 
     def _private_is_fixed(self) -> bool:
         """Is any parameter private? Hardly ever, and then a step need not look through them."""
@@ -371,6 +384,8 @@ class Registry:
             return True
         for known, tensor in self.tensors():
             if known == name:
+                if not raw and tensor.numel():
+                    raise NoHome(private.not_carried([name]))
                 fill_from_bytes(tensor, raw)
                 return True
         return False
@@ -531,19 +546,3 @@ class Registry:
 
     def state_bytes(self) -> int:
         return sum(size_bytes(tensor) for _, tensor in self.shared())
-
-
-def find_private(rows: list[list[tuple[str, str]]], holders: Holders) -> set[str]:
-    """Names whose digests differ between ranks that should hold them alike. Pure.
-
-    `rows` holds each rank's digests. A name is private on all ranks or on none, so that everybody
-    means the same by what is shared.
-    """
-    first: dict[tuple[str, str], str] = {}
-    found = set()
-    for rank, row in enumerate(rows):
-        for name, value in row:
-            key = name if name in holders.of else name.rpartition(".")[0]
-            if first.setdefault((name, holders.portion(key, rank)), value) != value:
-                found.add(name)
-    return found

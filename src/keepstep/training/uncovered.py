@@ -145,6 +145,13 @@ class Uncovered:
             "a fallback to the newest checkpoint. Write to it in place, with x.copy_"
         )
 
+    def private_moves(self, name: str, count: int) -> None:
+        self._say(
+            f"ranks have different values of what optimizers update ({count}, like {name}), and "
+            "nothing says who holds them: if a rank is lost, or has to receive its state, the job "
+            "falls back to its newest checkpoint; declare it with keepstep.held_by(layer, ranks)"
+        )
+
     def lonely_moves(self) -> None:
         self._say(
             "something other than an optimizer changes parameters that one rank holds alone (an "
