@@ -16,9 +16,11 @@ import pytest
 from keepstep import wire
 from keepstep.model import Endpoint, JobId, Rank
 from keepstep.training import asking, mirror
+from keepstep.training.private import EntryWriter
 
 SECONDS_MAX = 10.0
 Open = Callable[..., "Home"]
+ENTRY, BETTER = (EntryWriter().entry(3, {"pass": at}, []) for at in (0, 1))
 
 
 class Home:
@@ -80,21 +82,21 @@ def fetch(tmp_path: Any, homes: list[Home], secrets: tuple[str, ...] = ("old",))
 
 def test_a_home_that_cannot_be_reached_does_not_hold_up_the_next_one(tmp_path, home, monkeypatch):
     monkeypatch.setattr(asking, "NEXT_SECONDS", 0.05)
-    silent, other = home("old", None, silent=True), home("old", b"entry")
+    silent, other = home("old", None, silent=True), home("old", ENTRY)
     began = time.monotonic()
-    assert fetch(tmp_path, [silent, other]) == (b"entry", f"127.0.0.1:{other.at.port}")
+    assert fetch(tmp_path, [silent, other]) == (ENTRY, f"127.0.0.1:{other.at.port}")
     assert time.monotonic() - began < asking.FETCH_SECONDS_MAX / 2
 
 
 def test_the_better_home_is_believed_and_the_others_are_not_even_asked(tmp_path, home):
-    better, other = home("old", b"better"), home("old", b"other")
-    assert fetch(tmp_path, [better, other])[0] == b"better"
+    better, other = home("old", BETTER), home("old", ENTRY)
+    assert fetch(tmp_path, [better, other])[0] == BETTER
     assert other.asked == []
 
 
 def test_each_secret_that_a_home_may_know_is_tried(tmp_path, home):
-    without, late = home("old", None), home("new", b"entry")
-    assert fetch(tmp_path, [without, late])[0] == b"entry"
+    without, late = home("old", None), home("new", ENTRY)
+    assert fetch(tmp_path, [without, late])[0] == ENTRY
     assert without.asked == late.asked == ["old", "new"]
 
 
@@ -105,13 +107,13 @@ def test_a_home_that_is_late_is_waited_for_if_nobody_else_has_it(tmp_path, home,
     def slow(endpoint: Endpoint, question: wire.FetchEntry, *, sealed: bool) -> asking.Heard:
         if endpoint == late.at:
             assert known.wait(SECONDS_MAX)
-            return b"entry", ""
+            return ENTRY, ""
         known.set()
         return None, "no entry"
 
     late, other = home("old", None), home("old", None)
     monkeypatch.setattr(asking, "ask", slow)
-    assert fetch(tmp_path, [late, other])[0] == b"entry"
+    assert fetch(tmp_path, [late, other])[0] == ENTRY
 
 
 def test_a_silent_home_is_asked_once_whatever_secrets_there_are(tmp_path, home, monkeypatch):

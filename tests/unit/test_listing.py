@@ -255,7 +255,7 @@ def test_an_entry_that_lacks_something_is_nobodys_home(
     home = wire.Home(Rank(0), ())
     found = []
     for payload in payloads:
-        monkeypatch.setattr(mirror, "fetch_entry", lambda *_, p=payload, **__: (p, "this node"))
+        monkeypatch.setattr(mirror, "find_entry", lambda *_, p=payload: p)
         found.append(mirror.fetch_from(place, home, 3, "secret"))  # type: ignore[arg-type]
         assert mirror.fetch_from(place, home, NEWEST, "secret")[0] == payload  # type: ignore[arg-type]
     assert found[0] == (payloads[0], "this node")
