@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from keepstep import sabotage
+from keepstep.training.generators import Generators, put_back, read_generators
 from keepstep.training.optimizers import load_groups, settings_of
 from keepstep.training.plain import encode, plain_digest
-from keepstep.training.randomness import Randomness, read_randomness, restore_randomness
 from keepstep.training.registry import Registry
 
 _PACE_STEPS = 15
@@ -35,8 +35,7 @@ _LEARNING_STEPS = 2
 
 @dataclass(slots=True)
 class _Snapshot:
-    randomness: Randomness
-    registered: dict[str, torch.Tensor]
+    generators: Generators
     others: dict[str, Any]
     groups: dict[str, list[dict[str, Any]]]
     syncs: list[bool]
@@ -82,8 +81,7 @@ class Boundary:
 
     def _now(self) -> _Snapshot:
         return _Snapshot(
-            read_randomness(),
-            {name: g.get_state() for name, g in self.registry.generators.items()},
+            read_generators(self.registry),
             self._others(),
             self._groups(),
             self.registry.syncs(),
@@ -248,9 +246,7 @@ class Boundary:
     def _put_generators(self, snapshot: _Snapshot | None) -> None:
         assert snapshot is not None, "an attempt begins with a snapshot"
         if not sabotage.off("rng"):
-            restore_randomness(snapshot.randomness)
-            for name, state in snapshot.registered.items():
-                self.registry.generators[name].set_state(state)
+            put_back(self.registry, snapshot.generators)
 
     def arrive(self, step: int) -> None:
         """State of another boundary was received and verified."""
