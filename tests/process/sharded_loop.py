@@ -28,6 +28,8 @@ from keepstep import failpoint
 
 KIND = os.environ["SHARDED_KIND"]
 STEPS_MAX = int(os.environ.get("SHARDED_STEPS", "100000"))
+RESET = int(os.environ.get("SHARDED_RESET", "-1"))
+"""Before this step the program forgets its moments."""
 REFERENCE = "KEEPSTEP_SOCKET" not in os.environ
 FINISH, SAVE_EVERY = Path("finish"), Path("save-every")
 TOGETHER = 2 if KIND == "tp" else 1
@@ -126,6 +128,12 @@ def train(parts: dict[str, Any], batches: list[torch.Tensor]) -> None:
     parts["scheduler"].step()
 
 
+def forget_moments(optimizer: Any) -> None:
+    for state in getattr(optimizer, "optim", optimizer).state.values():
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+
+
 def sums(parts: dict[str, Any]) -> dict[str, str]:
     optimizer = parts["optimizer"]
     weights = [p for group in optimizer.param_groups for p in group["params"]]
@@ -171,6 +179,8 @@ def main() -> None:
         exec(hook, {"rank": rank, "session": session})
     found = {}
     for batches in session.steps(accumulate=2, max_steps=last_step):
+        if session.step == RESET and not session.rehearsing:
+            forget_moments(session.parts["optimizer"])
         with session.attempt():
             train(session.parts, batches)
             time.sleep(step_seconds())

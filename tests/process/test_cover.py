@@ -33,8 +33,26 @@ def test_killed_ranks_of_a_full_shard_job_are_rebuilt(
         assert job.in_rooms("cover-*.kept"), "what is to be gone afterwards is there"
         last = job.finish()
         assert job.outcomes() == ["resumed"] * len(kills)
+        assert "other than an optimizer" not in job.logs()
         job.wait_cleared()
     check(tmp_path, reference("fsdp"), last)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero1"])
+def test_what_the_program_resets_by_itself_is_reset_in_the_second_home(
+    tmp_path: Path, kind: str
+) -> None:
+    """Neither a gradient nor a capsule that was on its way says so."""
+    with Sharded(tmp_path, kind, level=2, reset=25) as job:
+        job.wait_ready(2)
+        job.wait_step(0, 26)
+        job.arm(1, "voted")
+        job.wait_moved(2)
+        last = job.finish()
+        assert job.outcomes() == ["resumed"]
+        # Each rank that was there says it, once.
+        assert job.logs().count("other than an optimizer changed") == 4
+    check(tmp_path, reference(kind, reset=25), last)
 
 
 FLIP = """

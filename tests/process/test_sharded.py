@@ -26,22 +26,31 @@ STEPS_MAX = 160
 SECONDS_MAX = 30.0
 
 
-def reference(kind: str) -> list[dict[str, Any]]:
+def reference(kind: str, reset: int = -1) -> list[dict[str, Any]]:
     """Every rank's sums after each step."""
-    return bare.run(SCRIPT, WORLD, {"SHARDED_KIND": kind, "SHARDED_STEPS": str(STEPS_MAX)})
+    told = {"SHARDED_KIND": kind, "SHARDED_STEPS": str(STEPS_MAX), "SHARDED_RESET": str(reset)}
+    return bare.run(SCRIPT, WORLD, told)
 
 
 class Sharded(SmallJob):
     """A sharded job with failpoints; ends a few steps after it is told to."""
 
     def __init__(
-        self, directory: Path, kind: str, *, hook: str = "", check_steps: int = 0, **more: Any
+        self,
+        directory: Path,
+        kind: str,
+        *,
+        hook: str = "",
+        check_steps: int = 0,
+        reset: int = -1,
+        **more: Any,
     ) -> None:
         self.points = directory / "points"
         self.points.mkdir()
         environment = {
             "SHARDED_KIND": kind,
             "SHARDED_HOOK": hook,
+            "SHARDED_RESET": str(reset),
             "KEEPSTEP_CHECK_STEPS": str(check_steps),
             "KEEPSTEP_FAILPOINTS": str(self.points),
         }

@@ -25,6 +25,7 @@ def test_a_rank_killed_in_the_optimizers_collectives_is_rebuilt_and_only_the_syn
         last = job.finish()
         told = "\n".join(job.cluster.client.journal("job"))
         assert job.outcomes() == ["resumed", "resumed"]
+        assert "other than an optimizer" not in job.logs()
     assert "3 ranks complete 0-3; rank 3 rebuilds 1" in told
     check(tmp_path, reference("zero1"), last)
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from keepstep.errors import Permanent
 from keepstep.training import patrol, replay
 from keepstep.training.cover import PARTS, Capsule, Keeping, Owner, parts_of, read_record
-from keepstep.training.covering import Covering, make_again
+from keepstep.training.covering import Covering, _goes_on, make_again
 from keepstep.training.digest import byte_view
 from keepstep.training.exchange import Exchange, Frame
 from keepstep.training.holders import agree, held_by
-from keepstep.training.kept import CAPSULE_STEPS, Kept, Sizes, kept_path
+from keepstep.training.kept import CAPSULE_STEPS, RECORD, Kept, Sizes, kept_path
 from keepstep.training.raw import tensor_bytes, tensor_view
 from keepstep.training.registry import Registry
 from keepstep.training.uncovered import Uncovered
@@ -443,18 +443,91 @@ def test_a_cover_that_leads_elsewhere_is_refused() -> None:
         make_again(keeper, "0", [raw], 12)
 
 
+def trained(covering: Covering, model: torch.nn.Linear, step: int) -> list[Frame]:
+    """One step's record, and the update that follows it."""
+    frames = covering._record(ROOMY, step, updates=True)
+    if covering._moved:
+        covering.remember()
+    covering.voted()
+    with torch.no_grad():
+        model.weight.mul_(0.5)
+    covering.remember()
+    return frames
+
+
+def capsule_at(frames: list[Frame]) -> int:
+    """The boundary of a capsule that comes whole with a record; -1: none does."""
+    *_, boundary, size, _, length, _ = RECORD.unpack_from(frames[0][1][0])
+    return boundary if length and length == size else -1
+
+
 def test_a_shard_that_something_else_than_the_optimizer_moves_has_no_cover() -> None:
     model, average = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     covering = Covering(keeper_of(optimizer, model=model, average=average))
+    covering.remember()
     for step in range(2):
+        assert trained(covering, model, step) != [(step, ())]
+    for _ in range(2):
         with torch.no_grad():
-            model.weight.mul_(0.5)
-        assert covering._record(ROOMY, step, updates=True)
-    with torch.no_grad():
-        average.weight.lerp_(model.weight, 0.1)
+            average.weight.lerp_(model.weight, 0.1)
+        frames = trained(covering, model, 2)
     # And never again: who knows when it moves next.
-    assert [covering._record(ROOMY, step, updates=True) for step in (2, 3)] == [
-        [(2, ())],
-        [(3, ())],
-    ]
+    assert [frames, trained(covering, model, 3)] == [[(2, ())], [(3, ())]]
+
+
+@pytest.mark.parametrize("step", [3, 40])
+@pytest.mark.parametrize("how", ["in place", "replaced", "stepped by hand"])
+def test_what_the_program_changes_once_goes_to_the_mirror_whole(
+    step: int, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    covering = Covering(keeper_of(optimizer, model=model))
+    covering._owner.covered(step - 2)
+    covering.remember()
+    trained(covering, model, step - 2)
+    before = trained(covering, model, step - 1)
+    assert capsule_at(before) == -1
+    momentum = optimizer.state[model.weight]
+    match how:
+        case "in place":
+            momentum["momentum_buffer"].zero_()
+        case "replaced":
+            momentum["momentum_buffer"] = torch.zeros(2, 2)
+        case _:
+            optimizer.step()
+    assert covering.reach() == (), "neither here nor on other ranks do records lead there"
+    row = {"reach": (step - 2, step), "room": [1], "need": [1], "moved": covering._moves()}
+    assert not _goes_on(step, row, row), "in a new generation the whole shard is sent"
+    assert _goes_on(step, row, {**row, "moved": False})
+    frames = trained(covering, model, step)
+    assert capsule_at(frames) == step
+    assert frames[1][0] == step
+    assert "other than an optimizer changed" in capsys.readouterr().err
+    assert [len(trained(covering, model, step + n)) for n in (1, 2)] == [2, 2], "and it goes on"
+    assert not covering._moves()
+
+
+def test_a_mirror_that_got_a_whole_capsule_at_once_leads_on_from_it(tmp_path: Path) -> None:
+    shard, owner, keeping, wire = Shard(3), Owner(8), Keeping(tmp_path, 5), Wire()
+    shard.update(shard.gradients(0), 0)
+    first = capsule_of(shard, 1)
+    sizes = Sizes(first.size + 1000, 1 << 14, 17)
+    assert keeping.renew(sizes, 1, memoryview(tensor_bytes(first.raw))) == ""
+    owner.covered(1)
+    for step in range(1, 8):
+        if step == 4:
+            shard.optimizer.state[shard.parameters[0]]["exp_avg"].zero_()
+            owner.begin_anew()
+        capsule = capsule_of(shard, step) if owner.capsule_due(step) else None
+        gradients = shard.gradients(step)
+        wire.send_all(owner.record(step, {}, gradients, capsule))
+        keeping.take(wire)  # type: ignore[arg-type]
+        owner.sent()
+        assert keeping.kept is not None
+        assert keeping.kept.reach() == (1 if step < 4 else 4, step + 1)
+        shard.update(gradients, step)
+    assert rebuild(Kept(keeping.path), 8) == shard.content()

@@ -57,36 +57,36 @@ layer lead leads least leave leaver leavers leaving led left lent less let level
 lines linked list listen listener listens lists lives living load loaded loader loan loans log
 look look-at-it looked looking loop loss lost machine made majority make makes manifest max may mb
 meaning meanwhile measured median member memory message met meta method metrics mid-run middle
-migrate migrating migration min mirror missing mode model module moment more most move moved moves
-much must my name named names namespace need needed needs neighbour never new newer newest next
-nice no nobody node nodes none not notes nothing now nowhere ns numbers obeyed object observe of
-ok older on once one only open opened operation operator optimizer optimizers or orchestrator
-orchestrators order orders other others our ourselves out outages outcome outgrown output over own
-owner paces pair parameter parameters park parked part partial parts pass passes patches path
-paths peer peers per phase piece pipe place plain planned pod policy port portion portions post
-prefer preload prepared priority private proc process program progress project protected pt
-published purpose put python question quiesce quiescing rack raised raises ran random rank ranks
-re-formed reach reached read reads ready reap rebooted rebuilds rebuilt receive receives record
-recover recoveries recovering reform refused register registered registry rehearsing release
-released remedies rendezvous replace replaced replayed replicated report reported request require
-rerun reseat reset rest restart restarted restarting restore resume resumed resumes retried return
-rewound room round row rows run running runpy runs said same save saved saves saving say says
-script seat seats second seconds secret section see seed seeds seen serve server serves session
-set settings several shall shape shared shares shm short shorter should show sign signal sigterm
-silence silent since sizes slot slots slower slowest slurm smallest snapshot so socket some
-somebody something source sources spare spares speak speaks spoke staged stale stall stand standby
-standby-level standbys start started starting starts stat state states status stays step steps
-still stop stopped store story stray stream such supposed sure survives surviving survivors
-suspect suspected swap switch tag taint tainted taints take taken takes taking talk target targets
-tell tensor tensors term text than that the their them themselves then there these they this those
-thread threads through tie time timeout times tmpfs to told too took torch touched training
-transfer trouble true turn twice two type ulimit uncovered under undrain unfound unfreeze unfrozen
-unique unit unknown unplanned unreaped unset unsure untaint until up update updates upgrade use
-used user uses using value values verified verify version very vote vouching wait waited waiting
-waits wanted warm warming warning was watch watches wave way we weight-changed weights well were
-what when where whether which while who whoever whole whom whose why will wish with within without
-word words worker workers world would wrap writable write writes written wrong wrote xid yet
-zeroredundancyoptimizer
+migrate migrating migration min mirror missing mode model module moment moments more most move
+moved moves much must my name named names namespace need needed needs neighbour never new newer
+newest next nice no nobody node nodes none not notes nothing now nowhere ns numbers obeyed object
+observe of ok older on once one only open opened operation operator optimizer optimizers or
+orchestrator orchestrators order orders other others our ourselves out outages outcome outgrown
+output over own owner paces pair parameter parameters park parked part partial parts pass passes
+patches path paths peer peers per phase piece pipe place plain planned pod policy port portion
+portions post prefer preload prepared priority private proc process program progress project
+protected pt published purpose put python question quiesce quiescing rack raised raises ran random
+rank ranks re-formed reach reached read reads ready reap rebooted rebuilds rebuilt receive
+receives record recover recoveries recovering reform refused register registered registry
+rehearsing release released remedies rendezvous replace replaced replayed replicated report
+reported request require rerun reseat reset rest restart restarted restarting restore resume
+resumed resumes retried return rewound room round row rows run running runpy runs said same save
+saved saves saving say says script seat seats second seconds secret section see seed seeds seen
+serve server serves session set settings several shall shape shared shares shm short shorter
+should show sign signal sigterm silence silent since sizes slot slots slower slowest slurm
+smallest snapshot so socket some somebody something source sources spare spares speak speaks spoke
+staged stale stall stand standby standby-level standbys start started starting starts stat state
+states status stays step steps still stop stopped store story stray stream such supposed sure
+survives surviving survivors suspect suspected swap switch tag taint tainted taints take taken
+takes taking talk target targets tell tensor tensors term text than that the their them themselves
+then there these they this those thread threads through tie time timeout times tmpfs to told too
+took torch touched training transfer trouble true turn twice two type ulimit uncovered under
+undrain unfound unfreeze unfrozen unique unit unknown unplanned unreaped unset unsure untaint
+until up update updates upgrade use used user uses using value values verified verify version very
+vote vouching wait waited waiting waits wanted warm warming warning was watch watches wave way we
+weight-changed weights well were what when where whether which while who whoever whole whom whose
+why will wish with within without word words worker workers world would wrap writable write writes
+written wrong wrote xid yet zeroredundancyoptimizer
 """
 
 WORDS = frozenset(_LIST.split())

@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import json
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,6 +211,11 @@ class Owner:
     def give_up(self) -> None:
         """What was on its way does not arrive: the capsule that is whole stays."""
         self._growing = None
+
+    def begin_anew(self) -> None:
+        """Records do not lead from the capsules so far to where the shard is: the next record
+        comes with a whole capsule."""
+        self._growing, self._whole_at = None, -sys.maxsize
 
     def sent(self) -> None:
         """The step's vote is through: the mirror has what was sent."""

@@ -56,9 +56,12 @@ class Covering:
         """Room that the mirror has for my capsules and records; None: nothing is sent."""
         self._exchange: Exchange | None = None
         self.generation = -1
-        self._versions = -1
-        """Of what no optimizer updates, at the last record; -1: none in this generation."""
+        self._known: tuple[int, int] | None = None
+        """What this rank alone holds, as it was when a cover last led to it; None: not yet."""
+        self._moved = False
+        """Before the last record something else than an optimizer had changed it."""
         self._strange = False
+        """That happens all the time: there is no cover any more."""
 
     # ------------------------------------------------------------ a generation begins
 
@@ -67,7 +70,7 @@ class Covering:
         keeper = self._keeper
         place, stride = keeper.place, keeper.mirror_stride
         self.close()
-        self.generation, self._sizes, self._versions = generation, None, -1
+        self.generation, self._sizes = generation, None
         mirror = (place.rank + stride) % place.world_size
         ward = (place.rank - stride) % place.world_size
         if self._ward is not None and self._ward.rank != ward:
@@ -82,6 +85,7 @@ class Covering:
         self._hand_over(boundary, rows[mirror], rows[place.rank])
         self._take_over(boundary, ward, rows[ward], rows[place.rank])
         exchange.flush()
+        self.remember()
 
     def _row(self, exchange: Exchange, boundary: int) -> dict[str, Any]:
         """What the others have to know of me: as an owner, and as a mirror."""
@@ -94,6 +98,7 @@ class Covering:
             # Who is not verified at the boundary has nothing to hand over; nobody resumes then.
             "whole": keeper.has_state and keeper.boundary.step == boundary,
             "need": list(astuple(need)) if need else None,
+            "moved": self._moves(),
             "reach": kept.reach() if kept is not None else None,
             "room": list(astuple(kept.sizes)) if kept else None,
         }
@@ -186,15 +191,23 @@ class Covering:
                 name = portion.name_of([ward.rank])
                 self._keeper.report_broken(self._keeper.generation, text, cover=name)
         exchange.flush()
+        if self._moved:
+            # Both homes have it as it is now, mine and my ward's.
+            self.remember()
 
     def _record(self, room: Sizes, step: int, *, updates: bool) -> list[Frame]:
         registry = self._keeper.registry
-        # A capsule of tensors that are not trained any more would be right with itself.
-        registry.look_again()
-        tensors = self._tensors()
         hole: list[Frame] = [(step, ())]
-        if self._strange_moves():
+        # This looks again: a capsule of tensors that are not trained any more would be right with
+        # itself.
+        before, self._moved = self._moved, self._moves()
+        if self._moved:
+            self._strange = self._strange or before
+            self._keeper.uncovered.lonely_moves(always=self._strange)
+            self._owner.begin_anew()
+        if self._strange:
             return hole
+        tensors = self._tensors()
         gradients = [
             local_of(parameter.grad) if updates and parameter.grad is not None else None
             for _, parameter in self._parameters()
@@ -238,17 +251,26 @@ class Covering:
         ward.keeping.kept, ward.keeping.spoilt = None, ""
         return portion.name_of([ward.rank]), f"cover of rank {ward.rank}: {found}"
 
-    def _strange_moves(self) -> bool:
-        """Does something other than the optimizers change what this rank alone holds?
+    def remember(self) -> None:
+        """What this rank alone holds is what a cover leads to. From here on to the next record
+        nothing may change it."""
+        self._known = self._look()
 
-        Gradients would not lead to it: better no cover than a stale one. Averaged weights, say.
+    def _moves(self) -> bool:
+        """Has something other than the optimizers changed what this rank alone holds?
+
+        Gradients would not lead to it: better no cover than a stale one. Averaged weights, say, or
+        moments that are set back. Seen by versions and places: it costs no reading.
         """
-        now = sum(tensor._version for tensor in self._keeper.registry.resting(self._mine))
-        before, self._versions = self._versions, now
-        if before not in (-1, now):
-            self._strange = True
-            self._keeper.uncovered.lonely_moves()
-        return self._strange
+        return self._known is not None and self._known != self._look()
+
+    def _look(self) -> tuple[int, int]:
+        registry = self._keeper.registry
+        # What was replaced is not in the old list.
+        registry.look_again()
+        tensors = registry.lasting(self._mine)
+        # Every second one is this rank's own part, which has an address.
+        return sum(t._version for t in tensors), sum(t.data_ptr() for t in tensors[1::2])
 
     def voted(self) -> None:
         """The mirror has this step's record: it would not have voted without it."""
@@ -273,6 +295,9 @@ class Covering:
 
     def reach(self) -> tuple[wire.Cover, ...]:
         """What this rank can rebuild of others."""
+        if self._moves():
+            # A script does the same on all ranks: no record has told of what it did on this one.
+            return ()
         return tuple(wire.Cover(name, *reach) for name, _, reach in self._kept())
 
     def _kept(self) -> Iterator[tuple[str, Kept, tuple[int, int]]]:
@@ -359,6 +384,9 @@ def _goes_on(boundary: int, mirror: dict[str, Any], owner: dict[str, Any]) -> bo
     """Has the mirror what it takes, and room for what comes? Both sides judge by the same rows."""
     reach, room, need = mirror["reach"], mirror["room"], owner["need"]
     if reach is None or need is None:
+        return False
+    # A worker of an earlier release does not say.
+    if owner.get("moved", False):
         return False
     # With room in the log for a whole new capsule, should there be another fault.
     recent = reach[0] <= boundary <= min(reach[1], reach[0] + CAPSULE_STEPS)

@@ -327,6 +327,8 @@ class Keeper:
     def update_done(self) -> None:
         """The optimizers are through; only the tail of the attempt is left."""
         self.boundary.update_done()
+        if self.covering is not None:
+            self.covering.remember()
         self.uncovered.update_done(self.launched(), self.registry.versions())
 
     def launched(self) -> tuple[int, int] | None:

@@ -325,17 +325,15 @@ class Registry:
         """Do registered parts that are no modules have tensors among their state?"""
         return any(holds_tensors(other.state_dict()) for other in self.others.values())
 
-    def resting(self, portion: str) -> list[torch.Tensor]:
-        """What of a portion no optimizer updates."""
-        return self._looked_up("resting", portion, self._find_resting)
+    def lasting(self, portion: str) -> list[torch.Tensor]:
+        """What a portion is rebuilt from, but buffers: only optimizers should change it. Each as
+        the program has it, and this rank's part of it: a DTensor counts changes by itself."""
+        return self._looked_up("lasting", portion, self._find_lasting)
 
-    def _find_resting(self, portion: str) -> list[torch.Tensor]:
-        moving = {id(parameter) for _, parameter in self.optimized(portion)}
-        return [
-            local_of(parameter.detach())
-            for name, parameter in self._named_parameters()
-            if id(parameter) not in moving and self.portion_of(name) == portion
-        ]
+    def _find_lasting(self, portion: str) -> list[torch.Tensor]:
+        mine = dict([*self._find_fixed(portion), *self._find_companions(portion)])
+        named = [place for place in self.places() if place.name in mine]
+        return [part for place in named for part in (place.held(), mine[place.name])]
 
     def private_tensors(self, *, coming: bool = False) -> list[tuple[str, torch.Tensor]]:
         """What the private entry carries beside the implicit generators.

@@ -152,7 +152,15 @@ class Uncovered:
             "falls back to its newest checkpoint; declare it with keepstep.held_by(layer, ranks)"
         )
 
-    def lonely_moves(self) -> None:
+    def lonely_moves(self, *, always: bool) -> None:
+        """`always`: before this update and before the one that came before it."""
+        if not always:
+            self._say(
+                "something other than an optimizer changed parameters or moments that one rank "
+                "holds alone (were they reset?): between such a change and the next update a loss "
+                "of that rank is a fallback to the newest checkpoint"
+            )
+            return
         self._say(
             "something other than an optimizer changes parameters that one rank holds alone (an "
             "average of weights?): they have no second home, and the loss of a rank is a fallback "
