@@ -60,6 +60,8 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory": _first_field("/proc/meminfo", "MemTotal"),
         "kernel": platform.release(),
+        # Which machine it was, and since when it runs: two of one kind are two.
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
         "load": os.getloadavg(),
     }
 

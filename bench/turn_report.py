@@ -1,6 +1,7 @@
 """What runs of bench.turns say together, from their raw results alone.
 
     python -m bench.turn_report bench/results/turns-*.json.gz
+    python -m bench.turn_report THERE… --against HERE…     two machines: same ranking, within 15%?
 
 One row per workload and arm. Rounds are pairs of an arm's seconds and the bare engine's, so those
 of several runs are taken together: the interval gets narrower, and the control's error smaller.
@@ -11,15 +12,17 @@ A row whose control is off by more than the bench allows is in brackets.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import figures
+from bench import agreement, figures
+from bench.plan import BATCH
 from bench.turns import CONTROL_OFF_MAX, weights_equal
 from keepstep.errors import KeepstepError, Permanent
 
@@ -84,17 +87,48 @@ class Turns:
         return off <= CONTROL_OFF_MAX and not unmeant
 
 
-def main(paths: Sequence[str]) -> int:
-    if not paths:
-        print(__doc__)
-        return 2
+def main(line: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench.turn_report", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--against", nargs="+", type=Path, default=[], help="of another machine")
+    args = parser.parse_args(line)
     try:
-        rows = table([json.loads(gzip.decompress(Path(path).read_bytes())) for path in paths])
+        here = [read(path) for path in args.files]
+        lines = table(here)
+        if args.against:
+            there = [read(path) for path in args.against]
+            lines = compared(gathered(here), gathered(there))
     except (KeepstepError, OSError, ValueError) as error:
         print(f"bench.turn_report: {error}", file=sys.stderr)
         return 2
-    print("\n".join(rows))
-    return 0
+    print("\n".join(lines) or "they have no row in common")
+    return agreement.verdict(lines) if args.against else 0
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return found
+
+
+def compared(
+    first: Mapping[tuple[str, str], Turns], second: Mapping[tuple[str, str], Turns]
+) -> list[str]:
+    """Do both tell of the same ratios, and of the same ranking? Pure."""
+    lines, ranks = [], dict[str, list[tuple[float, float, str]]]()
+    for key in sorted(first.keys() & second.keys()):
+        a, b = (of[key].ratio("arm").value for of in (first, second))
+        alike = abs(b / a - 1) <= agreement.WITHIN
+        said = agreement.SAME if alike else agreement.DIFFERS
+        lines.append(f"{', '.join(key)}: {a:.3f} and {b:.3f} x bare, {b / a - 1:+.1%}: {said}")
+        ranks.setdefault(key[0], []).append((a, b, key[1]))
+    for workload, rows in ranks.items():
+        if len(rows) > 1:
+            one = [arm for *_, arm in sorted(rows)]
+            other = [arm for *_, arm in sorted(rows, key=lambda row: row[1])]
+            said = agreement.SAME if one == other else f"{agreement.DIFFERS}: {', '.join(other)}"
+            lines.append(f"{workload}: ranking {', '.join(one)}: {said}")
+    return lines
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -119,9 +153,15 @@ def gathered(results: Sequence[dict[str, Any]]) -> dict[tuple[str, str], Turns]:
         for arm, run in result["runs"].items():
             if result["options"]["quick"] or "failed" in run:
                 continue
-            runs.setdefault((result["options"]["workload"], arm), []).append(run)
+            runs.setdefault((_workload(result["options"]), arm), []).append(run)
     seed = results[0]["options"]["seed"] if results else 0
     return {key: Turns(of_key, seed) for key, of_key in runs.items()}
+
+
+def _workload(options: dict[str, Any]) -> str:
+    """With what makes its steps longer, where that is not as usual."""
+    batch = options.get("batch", BATCH)
+    return options["workload"] if batch == BATCH else f"{options['workload']} batch {batch}"
 
 
 def _row(name: str, turns: Turns) -> list[str]:

@@ -34,7 +34,7 @@ from bench import figures, notes, overhead, record, rig, scenario, steady, truth
 from bench.arms.arm import Arm, load
 from bench.harness import Follower
 from bench.launch import Local, end_marked, marked
-from bench.plan import Plan
+from bench.plan import BATCH, Plan
 from bench.steady import wait_idle
 from bench.turn_line import Seats
 from bench.workload.log import TURN
@@ -185,6 +185,7 @@ def options(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workload", default="ddp")
     parser.add_argument("--size", default="3m")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=BATCH, help=f"default: {BATCH} per rank")
     parser.add_argument("--steps", type=int, default=500, help="in blocks, of each job")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a try-out; proves nothing")
@@ -306,7 +307,15 @@ def started(
 ) -> Iterator[Job]:
     """One job at its first halt, stopped."""
     arm = load(spec)
-    plan = Plan(args.workload, args.size, args.ranks, steps, seed=args.seed, directory=str(room))
+    plan = Plan(
+        args.workload,
+        args.size,
+        args.ranks,
+        steps,
+        args.batch,
+        seed=args.seed,
+        directory=str(room),
+    )
     if why := arm.refuses(plan):
         raise Permanent(f"{spec}: {why}")
     plan.write()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -141,7 +143,9 @@ def test_who_would_take_a_turn_of_others_for_a_fault_takes_none():
         turns.size_of("torchft:tuned", turns.options([]))
 
 
-def result(arm: list[float], *, strikes: int, workload: str = "ddp", size: str = "3m") -> Any:
+def result(
+    arm: list[float], *, strikes: int, workload: str = "ddp", size: str = "3m", batch: int = 2
+) -> Any:
     """A raw result: the last round is the one with the strikes."""
     struck = [0.0] * (len(arm) - 1) + [float(strikes)]
     rounds = [
@@ -152,7 +156,7 @@ def result(arm: list[float], *, strikes: int, workload: str = "ddp", size: str =
     truths = dict.fromkeys(("bare", "arm", "control"), found)
     run = {"rounds": rounds, "strikes": [{}] * strikes, "truths": truths}
     options = {"scenario": "kills", "size": size, "ranks": 4, "workload": workload}
-    options |= {"quick": False, "seed": 1}
+    options |= {"quick": False, "seed": 1, "batch": batch}
     return {"options": options, "runs": {"keepstep": run, "torchft": {"failed": "it did"}}}
 
 
@@ -181,3 +185,28 @@ def test_a_row_whose_control_is_off_is_in_brackets():
 def test_runs_that_do_not_train_the_same_are_not_told_together():
     with pytest.raises(Permanent, match="not one scenario, size"):
         turn_report.table([result([2.1], strikes=1), result([2.1], strikes=1, size="100m")])
+
+
+def test_two_machines_agree_by_ranking_and_ratios(capsys: Any, tmp_path: Path):
+    def kept(name: str, slow: float, other: float) -> str:
+        found = result([slow] * 2, strikes=1)
+        found["runs"]["torchft"] = result([other] * 2, strikes=1)["runs"]["keepstep"]
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(json.dumps(found).encode()))
+        return str(path)
+
+    here, near, far = kept("here", 2.2, 2.7), kept("near", 2.3, 2.6), kept("far", 2.2, 2.1)
+    assert turn_report.main([here, "--against", near]) == 0
+    told = capsys.readouterr().out
+    assert "ddp, keepstep: 1.100 and 1.150 x bare, +4.5%: same" in told
+    assert "ranking keepstep, torchft: same" in told
+    assert turn_report.main([here, "--against", far]) == 1
+    told = capsys.readouterr().out
+    assert "-22.2%: DIFFERS" in told
+    assert "DIFFERS: torchft, keepstep" in told
+
+
+def test_what_trains_with_larger_batches_is_another_row():
+    usual, larger = result([2.1, 2.1], strikes=1), result([2.1, 2.1], strikes=1, batch=8)
+    rows = turn_report.table([larger, usual])[2:]
+    assert [row.split("|")[1].strip() for row in rows] == ["ddp, keepstep", "ddp batch 8, keepstep"]
