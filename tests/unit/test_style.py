@@ -224,7 +224,7 @@ def test_each_decision_has_all_its_parts():
 def test_decisions_are_numbered_without_gaps_and_listed():
     numbers = [path.name[:4] for path in DECISIONS if path.name[:4].isdigit()]
     assert numbers == [f"{n:04d}" for n in range(1, len(DECISIONS) + 1)]
-    index = (ROOT / "README.md").read_text(encoding="utf-8")
+    index = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
     assert [path.name for path in DECISIONS if path.name not in index] == []
 
 
