@@ -123,6 +123,7 @@ def test_the_cost_while_nothing_breaks_is_measured_against_two_bare_jobs():
 
 
 HANGING = """
+import os
 import time
 import torch
 import torch.distributed as dist
@@ -141,7 +142,9 @@ for group in (None, mine):
     except RuntimeError as error:
         assert "imed out" in str(error) or "imeout" in str(error), error
     else:
-        raise SystemExit(3)
+        os._exit(3)
+# Without torch's own end: now and then it aborts over threads of groups that ran out of time.
+os._exit(0)
 """
 
 
