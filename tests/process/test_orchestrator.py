@@ -533,14 +533,16 @@ def test_what_would_happen_is_told_and_does_not(one: Process):
     assert refused.value.status == 400
 
 
-def test_a_deposed_leader_ends_and_its_orders_with_it(one: Process, tmp_path: Path):
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_deposed_leader_ends_and_its_orders_with_it(one: Process, tmp_path: Path, busy: bool):
     agent = FakeAgent(one.port, "n0")
     agent.until(wire.Pulse)
     two = Process(tmp_path, "two").start()
     try:
-        # The old leader learns of it when it next has to write.
-        with contextlib.suppress(Refusal, Unreachable):
-            one.client.submit(spec())
+        # It learns of it when it next has to write; and also if there is nothing to write.
+        if busy:
+            with contextlib.suppress(Refusal, Unreachable):
+                one.client.submit(spec())
         assert one.process is not None
         assert one.process.wait(SECONDS_MAX) == 3
         with pytest.raises((EOFError, OSError)):

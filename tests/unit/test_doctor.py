@@ -113,6 +113,12 @@ def test_a_healthy_cluster_gets_no_blame():
     [
         ("endpoints", (Reached("u", "refused"),), "fail", "does not answer"),
         ("endpoints", (Reached("u", status="leading"),), "fail", "journal is away"),
+        (
+            "endpoints",
+            tuple(Reached(u, status="leading", ready=True, term=n) for n, u in enumerate("ab", 3)),
+            "fail",
+            "2 say that they lead: a in term 3, b in term 4",
+        ),
         ("endpoints", (Reached("u", status="following", ready=True),), "fail", "nobody leads"),
         ("refused", "no token, or a wrong one", "fail", "refused"),
         ("silent", "no orchestrator answers at u (timed out)", "fail", "did not say how things"),

@@ -90,7 +90,8 @@ def look(asked: argparse.Namespace) -> Facts:
         named = dict.fromkeys(_named(reached) for reached in endpoints)
         leaders = [Client(url, client.token) for url in named if url and url not in client.urls]
         clients, endpoints = clients + leaders, endpoints + [_reach(each) for each in leaders]
-    asks = [c for c, r in zip(clients, endpoints, strict=True) if r.status in leading]
+    found = [(r.term, c) for c, r in zip(clients, endpoints, strict=True) if r.status in leading]
+    asks = [c for _, c in sorted(found, key=lambda each: -each[0])]
     picture, own, seconds, now, refused, silent = None, None, 0.0, time.time(), "", ""
     try:
         for leader in asks[:1]:
@@ -124,6 +125,7 @@ def _reach(client: Client) -> Reached:
     try:
         health = client.health()
         status, leader = str(health["status"]), str(health.get("leader") or "")
+        term = int(health.get("term") or 0)
     except KeepstepError as error:
         return Reached(client.url, problem=str(error))
     try:
@@ -131,8 +133,8 @@ def _reach(client: Client) -> Reached:
     except KeepstepError as error:
         # One of a release before this has no such path, and says so.
         ready = isinstance(error, Refusal) and error.status != 503
-        return Reached(client.url, status=status, ready=ready, leader=leader)
-    return Reached(client.url, status=status, ready=True, leader=leader)
+        return Reached(client.url, status=status, ready=ready, leader=leader, term=term)
+    return Reached(client.url, status=status, ready=True, leader=leader, term=term)
 
 
 def _named(reached: Reached) -> str:

@@ -7,7 +7,7 @@ people: Keepstep itself never subtracts two machines' clocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -60,6 +60,8 @@ class Reached:
     ready: bool = False
     leader: str = ""
     """Of one that follows: who leads, by its word."""
+    term: int = 0
+    """In which it leads, or that it follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,7 @@ def _endpoints(facts: Facts) -> Iterator[Finding]:
             f"it leads, but did not say how things are: {facts.silent}",
             "ask again; if it stays so, look for loop.late in its log: its machine is too busy",
         )
+    yield from _two_leaders([each for each in facts.endpoints if each.status == "leading"])
     answered = [reached for reached in facts.endpoints if not reached.problem]
     # One that is named and does not answer here has had its line.
     mute = {reached.url for reached in facts.endpoints if reached.problem}
@@ -161,6 +164,20 @@ def _endpoints(facts: Facts) -> Iterator[Finding]:
             "nobody leads: jobs train on, but a fault waits until somebody does",
             "wait for one lease; then see the orchestrators' logs",
         )
+
+
+def _two_leaders(leading: Sequence[Reached]) -> Iterator[Finding]:
+    if len(leading) < 2:
+        return
+    told = ", ".join(f"{each.url} in term {each.term}" for each in leading)
+    newest = max(leading, key=lambda each: each.term)
+    yield Finding(
+        Level.FAIL,
+        "orchestrator",
+        f"{len(leading)} say that they lead: {told}",
+        "ask again in a few seconds: who was deposed finds out; if it stays so, they have journals "
+        f"of their own: end all but the one that your jobs are on ({newest.url}?)",
+    )
 
 
 def _token(facts: Facts) -> Iterator[Finding]:

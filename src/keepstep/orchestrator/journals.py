@@ -49,9 +49,12 @@ def is_database(where: str) -> bool:
     return re.match(_DATABASE, where) is not None
 
 
-def measured(journal: Journal) -> dict[str, Any]:
+def measured(journal: Journal, *, away: bool) -> dict[str, Any]:
     """What kind of store it is, how large it has grown, and what is left; null: nobody knows."""
     match journal:
+        case PostgresJournal() if away:
+            # It would be waited for in vain. A disk that is full can be asked how full it is.
+            size, free = None, None
         case SqliteJournal() | PostgresJournal():
             size, free = journal.size()
         case _:

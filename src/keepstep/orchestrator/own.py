@@ -6,6 +6,7 @@ and nothing is secret; the clock is told to be compared by people, and is used b
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
@@ -23,6 +24,10 @@ from keepstep.orchestrator.routes import Call, Route
 from keepstep.orchestrator.run import Orchestrator
 from keepstep.orchestrator.tokens import Role
 
+MEASURED_SECONDS = 10.0
+"""How old the size of a journal may be. A database that does not answer holds up the loop for as
+long as it is waited for: not for each who asks."""
+
 
 class Own:
     """The answers about itself of one that leads; follow.py has those of one that does not."""
@@ -30,6 +35,7 @@ class Own:
     def __init__(self, orchestrator: Orchestrator, journal: Journal) -> None:
         self._orchestrator = orchestrator
         self._journal = journal
+        self._measured, self._measured_at = dict[str, Any](), -math.inf
 
     async def health(self, _: Call) -> Reply:
         here = self._orchestrator
@@ -44,7 +50,12 @@ class Own:
         return json_response({"ready": True, "term": self._orchestrator.term})
 
     async def facts(self, _: Call) -> Reply:
-        return json_response(facts(self._journal, self._orchestrator.keeping()))
+        kept = self._orchestrator.keeping()
+        if time.monotonic() - self._measured_at > MEASURED_SECONDS or kept["away"]:
+            self._measured = measured(self._journal, away=kept["away"])
+            # From its end: what took long is not asked for again at once.
+            self._measured_at = time.monotonic()
+        return json_response(facts(self._measured, kept))
 
 
 ROUTES: tuple[Route, ...] = (
@@ -76,7 +87,7 @@ ROUTES: tuple[Route, ...] = (
 )
 
 
-def facts(journal: Journal, kept: Mapping[str, Any]) -> dict[str, Any]:
+def facts(size: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
     """All of it. `kept` is how the journal fares, as its writer sees it."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
@@ -86,5 +97,5 @@ def facts(journal: Journal, kept: Mapping[str, Any]) -> dict[str, Any]:
         "journal_version": events.VERSION,
         "clock": time.time(),
         "files": {"limit": limit, "open": len(os.listdir(Path("/proc/self/fd")))},
-        "journal": {**kept, **measured(journal)},
+        "journal": {**kept, **size},
     }
