@@ -129,9 +129,10 @@ def train(parts: dict[str, Any], batches: list[torch.Tensor]) -> None:
 
 
 def forget_moments(optimizer: Any) -> None:
-    for state in getattr(optimizer, "optim", optimizer).state.values():
-        state["exp_avg"].zero_()
-        state["exp_avg_sq"].zero_()
+    """On DTensors, this raises no version."""
+    for key in ("exp_avg", "exp_avg_sq"):
+        states = getattr(optimizer, "optim", optimizer).state.values()
+        torch._foreach_zero_([state[key] for state in states])
 
 
 def sums(parts: dict[str, Any]) -> dict[str, str]:

@@ -443,15 +443,29 @@ def test_a_cover_that_leads_elsewhere_is_refused() -> None:
         make_again(keeper, "0", [raw], 12)
 
 
-def trained(covering: Covering, model: torch.nn.Linear, step: int) -> list[Frame]:
-    """One step's record, and the update that follows it."""
+def covering_of(keeper: Any) -> Covering:
+    """In the middle of a generation."""
+    covering = Covering(keeper)
+    covering._sizes = ROOMY
+    covering.updated()
+    return covering
+
+
+def recorded(covering: Covering, step: int) -> list[Frame]:
+    """As write_ahead does it, with nobody at the other end."""
     frames = covering._record(ROOMY, step, updates=True)
-    if covering._moved:
-        covering.remember()
+    if covering._changed and frames[0][1]:
+        covering._still.remember()
+    return frames
+
+
+def trained(covering: Covering, model: torch.nn.Linear, step: int) -> list[Frame]:
+    """One step's record, the vote, and the update that follows it."""
+    frames = recorded(covering, step)
     covering.voted()
     with torch.no_grad():
         model.weight.mul_(0.5)
-    covering.remember()
+    covering.updated()
     return frames
 
 
@@ -464,16 +478,14 @@ def capsule_at(frames: list[Frame]) -> int:
 def test_a_shard_that_something_else_than_the_optimizer_moves_has_no_cover() -> None:
     model, average = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    covering = Covering(keeper_of(optimizer, model=model, average=average))
-    covering.remember()
+    covering = covering_of(keeper_of(optimizer, model=model, average=average))
     for step in range(2):
         assert trained(covering, model, step) != [(step, ())]
-    for _ in range(2):
-        with torch.no_grad():
-            average.weight.lerp_(model.weight, 0.1)
-        frames = trained(covering, model, 2)
+    for step in (2, 3):
+        torch._foreach_lerp_([average.weight.data], [model.weight.data], 0.1)
+        frames = trained(covering, model, step)
     # And never again: who knows when it moves next.
-    assert [frames, trained(covering, model, 3)] == [[(2, ())], [(3, ())]]
+    assert [frames, trained(covering, model, 4)] == [[(3, ())], [(4, ())]]
 
 
 @pytest.mark.parametrize("step", [3, 40])
@@ -485,9 +497,8 @@ def test_what_the_program_changes_once_goes_to_the_mirror_whole(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    covering = Covering(keeper_of(optimizer, model=model))
+    covering = covering_of(keeper_of(optimizer, model=model))
     covering._owner.covered(step - 2)
-    covering.remember()
     trained(covering, model, step - 2)
     before = trained(covering, model, step - 1)
     assert capsule_at(before) == -1
@@ -500,15 +511,49 @@ def test_what_the_program_changes_once_goes_to_the_mirror_whole(
         case _:
             optimizer.step()
     assert covering.reach() == (), "neither here nor on other ranks do records lead there"
-    row = {"reach": (step - 2, step), "room": [1], "need": [1], "moved": covering._moves()}
-    assert not _goes_on(step, row, row), "in a new generation the whole shard is sent"
-    assert _goes_on(step, row, {**row, "moved": False})
     frames = trained(covering, model, step)
     assert capsule_at(frames) == step
     assert frames[1][0] == step
     assert "other than an optimizer changed" in capsys.readouterr().err
     assert [len(trained(covering, model, step + n)) for n in (1, 2)] == [2, 2], "and it goes on"
-    assert not covering._moves()
+    assert not covering._still.moved()
+
+
+def row_of(covering: Covering, keeper: Any) -> Any:
+    """What the others are told of it in a new generation."""
+    keeper.has_state, keeper.boundary = True, SimpleNamespace(step=9)
+    return covering._row(SimpleNamespace(endpoint=SimpleNamespace(host="", port=0)), 9)  # type: ignore[arg-type]
+
+
+def test_a_cover_goes_on_only_when_its_mirror_is_known_to_have_the_change() -> None:
+    """That it left this rank says nothing: only a vote does, which the mirror had withheld."""
+    model = torch.nn.Linear(2, 2)
+    keeper = keeper_of(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    covering = covering_of(keeper)
+    assert not row_of(covering, keeper)["moved"]
+    with torch.no_grad():
+        model.weight.add_(1)
+    recorded(covering, 9)
+    assert not covering._still.moved(), "so what this rank has taken of others is whole"
+    row = row_of(covering, keeper)
+    assert row["moved"]
+    reaches = {**row, "reach": (2, 9), "room": row["need"]}
+    assert not _goes_on(9, reaches, reaches), "the whole shard is sent"
+    assert _goes_on(9, reaches, {**reaches, "moved": False})
+    covering.voted()
+    assert not row_of(covering, keeper)["moved"]
+
+
+def test_a_step_that_is_made_again_with_its_change_is_one_change() -> None:
+    model = torch.nn.Linear(2, 2)
+    covering = covering_of(keeper_of(torch.optim.SGD(model.parameters(), lr=0.1), model=model))
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight.zero_()
+        # Its vote breaks each time.
+        assert capsule_at(recorded(covering, 5)) == 5
+    assert capsule_at(trained(covering, model, 5)) == -1
+    assert not covering._strange
 
 
 def test_a_mirror_that_got_a_whole_capsule_at_once_leads_on_from_it(tmp_path: Path) -> None:

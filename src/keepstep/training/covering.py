@@ -27,6 +27,7 @@ from keepstep.training.mirror import CONNECT_SECONDS_MAX, hello
 from keepstep.training.raw import bytes_tensor, size_bytes, tensor_view
 from keepstep.training.sealed_side import side_of
 from keepstep.training.side import exchange_rows, receive_json, send_json
+from keepstep.training.still import Still
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
@@ -56,10 +57,13 @@ class Covering:
         """Room that the mirror has for my capsules and records; None: nothing is sent."""
         self._exchange: Exchange | None = None
         self.generation = -1
-        self._known: tuple[int, int] | None = None
-        """What this rank alone holds, as it was when a cover last led to it; None: not yet."""
-        self._moved = False
-        """Before the last record something else than an optimizer had changed it."""
+        self._still = Still(keeper.registry, self._mine)
+        """Does only the optimizer change what this rank alone holds? Gradients lead nowhere else,
+        and better no cover than a stale one."""
+        self._changed = self._changed_before = False
+        """Something else did, before the last record; and before the last one that was voted on."""
+        self._unproven = False
+        """And it is not known that the mirror has it as it is now."""
         self._strange = False
         """That happens all the time: there is no cover any more."""
 
@@ -85,12 +89,13 @@ class Covering:
         self._hand_over(boundary, rows[mirror], rows[place.rank])
         self._take_over(boundary, ward, rows[ward], rows[place.rank])
         exchange.flush()
-        self.remember()
+        self.updated()
 
     def _row(self, exchange: Exchange, boundary: int) -> dict[str, Any]:
         """What the others have to know of me: as an owner, and as a mirror."""
         keeper = self._keeper
         need = self._need()
+        self._unproven = self._unproven or self._still.moved()
         kept = self._ward.keeping.kept if self._ward is not None else None
         at = exchange.endpoint
         return {
@@ -98,7 +103,7 @@ class Covering:
             # Who is not verified at the boundary has nothing to hand over; nobody resumes then.
             "whole": keeper.has_state and keeper.boundary.step == boundary,
             "need": list(astuple(need)) if need else None,
-            "moved": self._moves(),
+            "moved": self._unproven,
             "reach": kept.reach() if kept is not None else None,
             "room": list(astuple(kept.sizes)) if kept else None,
         }
@@ -180,8 +185,11 @@ class Covering:
         exchange = self._exchange
         if exchange is None or sabotage.off("mirror"):
             return
+        known = True
         if self._sizes is not None:
-            exchange.send_all(self._record(self._sizes, step, updates=updates))
+            frames = self._record(self._sizes, step, updates=updates)
+            exchange.send_all(frames)
+            known = bool(frames[0][1])
         if (ward := self._ward) is not None:
             covered = ward.keeping.newest >= 0
             ward.keeping.take(exchange)
@@ -191,18 +199,16 @@ class Covering:
                 name = portion.name_of([ward.rank])
                 self._keeper.report_broken(self._keeper.generation, text, cover=name)
         exchange.flush()
-        if self._moved:
-            # Both homes have it as it is now, mine and my ward's.
-            self.remember()
+        if self._changed and known:
+            # My ward's change is here, as mine is on its way: a script does the same on all ranks.
+            self._still.remember()
 
     def _record(self, room: Sizes, step: int, *, updates: bool) -> list[Frame]:
         registry = self._keeper.registry
         hole: list[Frame] = [(step, ())]
-        # This looks again: a capsule of tensors that are not trained any more would be right with
-        # itself.
-        before, self._moved = self._moved, self._moves()
-        if self._moved:
-            self._strange = self._strange or before
+        self._changed = not self._strange and self._still.moved()
+        if self._changed:
+            self._unproven, self._strange = True, self._changed_before
             self._keeper.uncovered.lonely_moves(always=self._strange)
             self._owner.begin_anew()
         if self._strange:
@@ -251,30 +257,18 @@ class Covering:
         ward.keeping.kept, ward.keeping.spoilt = None, ""
         return portion.name_of([ward.rank]), f"cover of rank {ward.rank}: {found}"
 
-    def remember(self) -> None:
+    def updated(self) -> None:
         """What this rank alone holds is what a cover leads to. From here on to the next record
         nothing may change it."""
-        self._known = self._look()
-
-    def _moves(self) -> bool:
-        """Has something other than the optimizers changed what this rank alone holds?
-
-        Gradients would not lead to it: better no cover than a stale one. Averaged weights, say, or
-        moments that are set back. Seen by versions and places: it costs no reading.
-        """
-        return self._known is not None and self._known != self._look()
-
-    def _look(self) -> tuple[int, int]:
-        registry = self._keeper.registry
-        # What was replaced is not in the old list.
-        registry.look_again()
-        tensors = registry.lasting(self._mine)
-        # Every second one is this rank's own part, which has an address.
-        return sum(t._version for t in tensors), sum(t.data_ptr() for t in tensors[1::2])
+        if self._strange or (self._sizes is None and self._ward is None):
+            self._still.forget()
+        else:
+            self._still.remember()
 
     def voted(self) -> None:
         """The mirror has this step's record: it would not have voted without it."""
         self._owner.sent()
+        self._changed_before, self._unproven = self._changed, False
 
     def _capsule(self, boundary: int) -> Capsule:
         registry = self._keeper.registry
@@ -295,7 +289,7 @@ class Covering:
 
     def reach(self) -> tuple[wire.Cover, ...]:
         """What this rank can rebuild of others."""
-        if self._moves():
+        if self._still.moved():
             # A script does the same on all ranks: no record has told of what it did on this one.
             return ()
         return tuple(wire.Cover(name, *reach) for name, _, reach in self._kept())

@@ -326,9 +326,10 @@ class Keeper:
 
     def update_done(self) -> None:
         """The optimizers are through; only the tail of the attempt is left."""
+        # A second update in one attempt, or one outside, is the program's own: no record has it.
+        if self.covering is not None and self.boundary.updating and not self.boundary.updated:
+            self.covering.updated()
         self.boundary.update_done()
-        if self.covering is not None:
-            self.covering.remember()
         self.uncovered.update_done(self.launched(), self.registry.versions())
 
     def launched(self) -> tuple[int, int] | None:

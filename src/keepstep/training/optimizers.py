@@ -1,11 +1,12 @@
-"""What an optimizer holds: its state by parameter, its settings, and both taken back in place.
+"""What an optimizer holds: its state by parameter, its settings, and both taken back in place; and
+the hooks that lie around its update.
 
 Of ZeRO's optimizer the one inside is meant, which has the state of this rank's own parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,3 +105,30 @@ def conform_state(
             like = shape == list(parameter.shape)
             device = parameter.device if like else torch.device("cpu")
             state[key] = torch.zeros(shape, dtype=dtype, device=device)
+
+
+class Around:
+    """Two hooks, right before an optimizer's update and right after it.
+
+    A program has hooks of its own. One that changes gradients belongs before what is recorded of
+    them, and one that changes weights behind what is remembered, whoever registered first.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        self._before = optimizer.register_step_pre_hook(lambda *_: before()).id
+        self._after = optimizer.register_step_post_hook(lambda *_: after()).id
+        self._all_before: Any = optimizer._optimizer_step_pre_hooks
+        self._all_after: Any = optimizer._optimizer_step_post_hooks
+        self.close_in()
+
+    def close_in(self) -> None:
+        """Others may have been registered since; not while an update runs."""
+        if next(reversed(self._all_before)) != self._before:
+            self._all_before.move_to_end(self._before)
+        if next(iter(self._all_after)) != self._after:
+            self._all_after.move_to_end(self._after, last=False)

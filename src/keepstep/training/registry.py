@@ -325,15 +325,14 @@ class Registry:
         """Do registered parts that are no modules have tensors among their state?"""
         return any(holds_tensors(other.state_dict()) for other in self.others.values())
 
-    def lasting(self, portion: str) -> list[torch.Tensor]:
-        """What a portion is rebuilt from, but buffers: only optimizers should change it. Each as
-        the program has it, and this rank's part of it: a DTensor counts changes by itself."""
+    def lasting(self, portion: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What a portion is rebuilt from, but buffers: each tensor as the program has it, and the
+        part of it that this rank has."""
         return self._looked_up("lasting", portion, self._find_lasting)
 
-    def _find_lasting(self, portion: str) -> list[torch.Tensor]:
+    def _find_lasting(self, portion: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         mine = dict([*self._find_fixed(portion), *self._find_companions(portion)])
-        named = [place for place in self.places() if place.name in mine]
-        return [part for place in named for part in (place.held(), mine[place.name])]
+        return [(p.held(), mine[p.name]) for p in self.places() if p.name in mine]
 
     def private_tensors(self, *, coming: bool = False) -> list[tuple[str, torch.Tensor]]:
         """What the private entry carries beside the implicit generators.

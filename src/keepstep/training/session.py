@@ -31,6 +31,7 @@ from keepstep.training.groups import Groups
 from keepstep.training.holders import held_by, is_cut
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, WarmLoader, warm_up
+from keepstep.training.optimizers import Around
 from keepstep.training.registry import Registry
 from keepstep.training.reset import ddp_modules, forget_meshes
 from keepstep.training.saves import Parts, Save, check_path, complete
@@ -110,6 +111,7 @@ class Session:
         self._rehearsed = False
         self._warm: WarmLoader | None = None
         self._watches_compiler = False
+        self._hooks: list[Around] = []
         self._fresh_in = -1
         """The generation in which the last attempt went through; -1 if it failed."""
         if keeper is not None:
@@ -179,6 +181,8 @@ class Session:
         self._fresh_in = -1
         if self._keeper is None or self._rehearsing:
             return self._step
+        for hooks in self._hooks:
+            hooks.close_in()
         if not self._watches_compiler and "torch._dynamo" in sys.modules:
             self._watch_compiler()
         return self._keeper.begin()
@@ -369,8 +373,7 @@ class Session:
         for name, part in self.parts.items():
             keeper.registry.add(name, part)
         for optimizer in keeper.registry.optimizers.values():
-            optimizer.register_step_pre_hook(lambda *_: self.grads_ready())
-            optimizer.register_step_post_hook(lambda *_: self._one_update_done())
+            self._hooks.append(Around(optimizer, self.grads_ready, self._one_update_done))
             halfway.watch(keeper, optimizer)
 
     def _one_update_done(self) -> None:
