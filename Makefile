@@ -76,7 +76,7 @@ lint: ## ruff: format and rules
 	$(BOUND) 120 $(PY) -m ruff check $(CODE)
 
 .PHONY: types
-types: ## mypy, strict, on src
+types: ## mypy, strict, on src and bench
 	$(BOUND) 600 $(PY) -m mypy
 
 .PHONY: format

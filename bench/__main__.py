@@ -82,10 +82,10 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    both = [
+    first, second = (
         tables.groups([record.read(path)], tables.Times.QUIET) for path in (args.first, args.second)
-    ]
-    lines = agreement.compared(*both)
+    )
+    both, lines = (first, second), agreement.compared(first, second)
     disturbed = [sum(group.runs - group.quiet for group in found) for found in both]
     if any(disturbed):
         print(f"disturbed runs, whose times are left out: {disturbed[0]} and {disturbed[1]}")

@@ -459,9 +459,11 @@ async def serve(asked: argparse.Namespace) -> None:
 
     async def connect(connection: Connection, url: str, secure: ssl.SSLContext) -> None:
         place = urlsplit(url)
-        assert place.port is not None, "the endpoints are https://HOST:PORT"
+        host, port = place.hostname, place.port
+        assert host is not None, "the endpoints are https://HOST:PORT"
+        assert port is not None, "the endpoints are https://HOST:PORT"
         await loop.create_connection(
-            lambda: connection, place.hostname, place.port, ssl=secure, ssl_shutdown_timeout=1.0
+            lambda: connection, host, port, ssl=secure, ssl_shutdown_timeout=1.0
         )
 
     fleet = Fleet(asked, connect)

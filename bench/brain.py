@@ -241,8 +241,8 @@ def main() -> int:
         median[name] = middle.decisions_ms
         best[name] = costs[0].decisions_ms
         raw[name] = [dataclasses.asdict(cost) for cost in costs]
-        row = (middle.fault_ms, middle.plan_ms, middle.resume_ms)
-        row += (middle.decisions_ms, best[name], middle.reports_ms)
+        row = [middle.fault_ms, middle.plan_ms, middle.resume_ms]
+        row += [middle.decisions_ms, best[name], middle.reports_ms]
         print(f"{name:>14} " + " ".join(f"{ms:7.1f}ms" for ms in row), flush=True)
     held = memory()
     growth = median["16384"] / median["1024"]

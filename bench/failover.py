@@ -32,7 +32,15 @@ from keepstep.config import OrchestratorConfig
 from keepstep.errors import KeepstepError, Transient
 from keepstep.model import JobId, JobSpec, NodeId, Phase, Rank, Term
 from keepstep.orchestrator import brain, events, journal_schema, state
-from keepstep.orchestrator.journal import CLUSTER, START, Entry, Place, grow, grow_by_snapshot
+from keepstep.orchestrator.journal import (
+    CLUSTER,
+    START,
+    Brought,
+    Entry,
+    Place,
+    grow,
+    grow_by_snapshot,
+)
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 TOKEN = "a-token-for-a-benchmark"
@@ -74,7 +82,8 @@ def fill(url: str, entries: int) -> dict[str, float]:
     cluster, now = scene()
     every = OrchestratorConfig().snapshot_entries
     last_snapshot = entries - entries % every - (every // 2 if entries % every == 0 else 0)
-    began, heads, seq = time.monotonic(), {}, 0
+    heads: dict[str, Place] = {}
+    began, seq = time.monotonic(), 0
     with psycopg.connect(url, autocommit=True) as connection:
         journal_schema.migrate(connection)
         first = _snapshot(connection, cluster, now, 0, heads)
@@ -108,7 +117,7 @@ def _snapshot(
     connection: Any, cluster: state.Cluster, now: float, seq: int, heads: dict[str, Place]
 ) -> Place:
     body = codec.dumps({"cluster": state.to_plain(cluster), "now": now}).decode()
-    growth = grow_by_snapshot(seq, body, seq, heads.get(CLUSTER, START))
+    growth = grow_by_snapshot(Brought.of(body, seq), seq, heads.get(CLUSTER, START))
     _copy(connection, "links (chain, number, hash, seq, body)", growth.links)
     link, _ = growth.heads[CLUSTER]
     connection.execute("INSERT INTO keepstep.snapshots VALUES (%s, %s, %s)", (seq, link, body))

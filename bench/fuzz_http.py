@@ -42,8 +42,10 @@ MINE = "mine"
 SECONDS_MAX = 20.0
 FAILURES_MAX = 20
 STREAM = "text/event-stream"
-ASKED = ("Submitted", "StopAsked", "MigrateAsked", "DrainAsked", "UndrainAsked", "ForgetAsked")
-ASKED += ("TaintAsked", "UntaintAsked", "FreezeAsked", "UnfreezeAsked")
+ASKED = (
+    *("Submitted", "StopAsked", "MigrateAsked", "DrainAsked", "UndrainAsked", "ForgetAsked"),
+    *("TaintAsked", "UntaintAsked", "FreezeAsked", "UnfreezeAsked"),
+)
 
 
 @dataclass
@@ -220,10 +222,12 @@ def strategies() -> Iterator[tuple[dict[str, Any], Any]]:
     """How to make requests of each operation: with names of its own making, and with real ones."""
     import schemathesis
     from schemathesis import GenerationMode
+    from schemathesis.core.result import Ok
 
     document = json.loads(DOCUMENT.read_text(encoding="utf-8"))
     schema = schemathesis.openapi.from_dict(document)
     for result in schema.get_all_operations():
+        assert isinstance(result, Ok), "our own document is well formed"
         operation = result.ok()
         plain = document["paths"][operation.path][operation.method.lower()]
         told = {"method": operation.method.upper(), "path": operation.path, **plain}

@@ -135,7 +135,8 @@ def _regular(scenario: Scenario, world: int, horizon: float) -> list[Strike]:
     if seconds <= 0:
         raise ConfigError(f"scenario {scenario.name}: every.seconds is more than 0")
     chance = random.Random(f"{scenario.seed}/every")
-    at, found = float(scenario.every.get("first_seconds", seconds)), []
+    found: list[Strike] = []
+    at = float(scenario.every.get("first_seconds", seconds))
     while at <= horizon and len(found) < DRAWN_MAX:
         found.append(Strike(at, str(scenario.every["kind"]), chance.randrange(world)))
         at += seconds
@@ -150,7 +151,8 @@ def _mixed(scenario: Scenario, world: int, horizon: float) -> list[Strike]:
         raise ConfigError(f"scenario {scenario.name}: mix.mean_seconds is more than 0")
     weights = {kind: float(w) for kind, w in scenario.mix.items() if kind != "mean_seconds"}
     chance = random.Random(f"{scenario.seed}/mix")
-    at, found = 0.0, []
+    found: list[Strike] = []
+    at = 0.0
     while len(found) < DRAWN_MAX:
         at += chance.expovariate(1.0 / mean)
         if at > horizon:

@@ -25,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -292,7 +292,7 @@ def gated(name: str, spec: str, directory: Path, args: argparse.Namespace) -> It
                 connections = overhead.accept_all(listener, plan.world, lambda: check(arm))
                 job = overhead.Arm(name, connections, lambda: list(marked(plan.directory)))
                 # Spares get warm, stores settle: the method must not measure a start.
-                wait_idle(job)
+                wait_idle(job.processes)
                 job.freeze()
                 yield Gated(job, arm, plan)
                 for connection in connections:
@@ -311,12 +311,12 @@ def check(arm: Any) -> None:
         raise Permanent(f"{arm.name} ended before it began: {why}")
 
 
-def wait_idle(job: overhead.Arm) -> None:
-    """Until its processes use next to nothing for two seconds, while the ranks wait at the gate."""
+def wait_idle(processes: Callable[[], list[int]]) -> None:
+    """Until these use next to nothing for two seconds, while the ranks wait at the gate."""
     deadline = time.monotonic() + IDLE_SECONDS_MAX
     calm = 0
     while calm < 2 and time.monotonic() < deadline:
-        pids = job.processes()
+        pids = processes()
         before = quiet.look(pids)
         time.sleep(1.0)
         after = quiet.look(pids)

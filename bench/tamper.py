@@ -41,7 +41,7 @@ def changed(texts: list[str], at: int, rng: random.Random) -> None:
     """One value somewhere in the entry, as a forger would want it or at random."""
     body = json.loads(texts[at])
     entry = body["entry"]
-    facts = next(iter(entry.get("jobs", {}).values()), {})
+    facts: dict[str, Any] = next(iter(entry.get("jobs", {}).values()), {})
     closed = facts.get("closed")
     acts: list[Callable[[], None]] = [
         lambda: entry.__setitem__("why", str(entry["why"]) + " as agreed"),

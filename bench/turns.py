@@ -47,8 +47,10 @@ STRIKE_SHARE = 0.25
 """Into a block, by the blocks before: nobody is through with it yet."""
 BLOCK_SECONDS_MAX, START_SECONDS_MAX, END_SECONDS_MAX = 180.0, 240.0, 60.0
 KINDS = ("kill",)
-JUDGED = ("steps", "recomputed", "samples", "lost", "doubled", "foreign", "disagreements")
-JUDGED += ("loss", "digests", "torn")
+JUDGED = (
+    *("steps", "recomputed", "samples", "lost", "doubled", "foreign", "disagreements"),
+    *("loss", "digests", "torn"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +330,7 @@ def started(
                 arm.start(plan, Local())
                 wait_all(job)
                 # Spares get warm, stores settle: the method must not measure a start.
-                wait_idle(job)
+                wait_idle(job.processes)
                 job.freeze()
                 yield job
             finally:

@@ -53,7 +53,8 @@ class Look:
 
 
 class Watch(Protocol):
-    memory_bytes_max: int
+    @property
+    def memory_bytes_max(self) -> int: ...
 
     def start(self) -> None: ...
 

@@ -122,7 +122,7 @@ class Saves:
         if found is None:
             return 0
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments}
+        state: dict[str, Any] = {"model": weights, "optimizer": moments}
         dcp.load(state, checkpoint_id=str(found[1]))
         set_state_dict(
             model,

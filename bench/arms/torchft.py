@@ -246,7 +246,8 @@ def train(plan: Plan) -> None:
     log.start()
     wait_for_all(plan.truth, plan.world)
     loader, place, loss = made.loader_of(plan, data, rank), -1, 0.0
-    batches, batch = made.batches_from(loader, 0), None
+    batches = made.batches_from(loader, 0)
+    batch: Any = None
     while manager.current_step() < plan.steps:
         began = now_ns()
         # Who joins is healed here if the quorum is synchronous, and is at the others' step then.

@@ -122,7 +122,8 @@ class Block(nn.Module):
         q, k, v = split.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         h = h + self.out(mixed.transpose(1, 2).reshape(many, length, width))
-        return h + self.down(functional.gelu(self.up(self.between(h))))
+        further: torch.Tensor = self.down(functional.gelu(self.up(self.between(h))))
+        return h + further
 
 
 class Gpt(nn.Module):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import rig, scenario, steady, turns
+from bench import failover, rig, scenario, steady, turns
 from bench.arms.arm import ROOT, load
 from bench.harness import Limits, Run
 from bench.launch import Host, Local, Ssh, marked, python_path
@@ -175,6 +175,14 @@ def slowed(pid: int, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         slowing.kill()
         slowing.wait()
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("postgres")
+def test_orchestrators_take_over_on_the_journal_that_failover_fills():
+    result = failover.run(30_000, kills=1, seed=1)
+    assert 0.0 < result["p95"] < 20.0
+    assert result["after_snapshot"] > 0, "the last entries are read one by one"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
