@@ -440,11 +440,16 @@ class Orchestrator:
 
     # ---------------------------------------------------------------- agents
 
-    async def serve_agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_agent(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        hello_bytes_max: int = wire.HELLO_BYTES_MAX,
+    ) -> None:
         """One agent's stream, from its Hello to its end."""
         try:
             async with asyncio.timeout(self._config.hello_seconds_max):
-                hello = await wire.read(reader, wire.STRANGER_BYTES_MAX)
+                hello = await wire.read(reader, hello_bytes_max)
         except (TimeoutError, asyncio.IncompleteReadError, WireError) as error:
             await refuse(writer, f"no Hello that could be read: {error}")
             return
