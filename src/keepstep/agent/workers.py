@@ -253,18 +253,26 @@ class Workers:
         )
         self._living.pop(record.pid, None)
         self._room.workers.pop(record.pid, None)
-        if not self.seated(record.job):
-            self._room.sweep_covers(record.job)
         job = self._room.jobs.get(record.job)
         if job is not None and record.rank >= 0:
             endings = (*job.endings, observed)[-ENDINGS_MAX:]
             self._room.jobs[record.job] = replace(job, endings=endings)
-        self._room.save()
+        self._write_down(record)
         if worker.page is not None:
             worker.page.close()
         log.info("worker.ended", job=record.job, rank=record.rank, sign=observed.sign, code=code)
         worker.gone.set()
         self._on_end(worker, observed)
+
+    def _write_down(self, record: WorkerRecord) -> None:
+        """The end of one that was there. A full room keeps nobody from hearing of it: the next save
+        has it, too, and an agent that starts before that finds the process dead again."""
+        try:
+            if not self.seated(record.job):
+                self._room.sweep_covers(record.job)
+            self._room.save()
+        except OSError as error:
+            log.error("worker.end_not_saved", job=record.job, rank=record.rank, why=error)
 
     def _judge(
         self, worker: Worker, words: wire.WorkerEnding | None, code: int
