@@ -19,6 +19,7 @@ same order, and its orders with it; agents are heard and operators answered mean
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 import traceback
@@ -207,7 +208,9 @@ class Orchestrator:
                 if self.leaving.why is not None:
                     # What proves it may have come since; and do we still lead? Else it is that.
                     await self._until_written(come(self._inbox, self._inbox.qsize()))
-                    self._journal.append(self.term, self._standing.head, ())
+                    # Away just now, it knows of nobody: why we leave must not be lost for that.
+                    with contextlib.suppress(Transient):
+                        self._journal.append(self.term, self._standing.head, ())
                     raise self.leaving.why
             except Deposed as error:
                 self._log("term.deposed", term=self.term, why=str(error))
