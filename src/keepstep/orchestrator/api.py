@@ -265,6 +265,9 @@ class Api:
         spec = admission.owned(spec, call.caller, cluster.jobs.get(spec.job), whose)
         with self._orchestrator.intake.room_for(spec, call.caller, cluster):
             decision = await self._decide(events.Submitted(spec), call)
+        # Again: one that was on its way, and came first, was not there to be compared with before.
+        known = self._orchestrator.cluster.jobs.get(spec.job)
+        admission.owned(spec, call.caller, known, self._owners().get(spec.job))
         why = "; ".join(self._sight(call).told(decision))
         return json_response({"job": spec.job, "why": why, "new": decision.changed})
 
