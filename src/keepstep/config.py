@@ -43,7 +43,8 @@ class OrchestratorConfig:
     """Our own heartbeat to each agent. An agent that hears nothing for 4 s looks for another
     orchestrator; its ranks train on, so half as often as theirs is enough."""
     tick_seconds: float = 1.0
-    """How often budgets are looked at while nothing is going on; with a pulse, in one wake-up."""
+    """How often budgets are looked at while nothing is going on; with a pulse, in one wake-up. At
+    least four times per lease, and once a second on a file: it may have another leader."""
     tick_busy_seconds: float = 0.1
     """The longest time between two looks while some budget is running. The brain says when its
     next deadline is, so a look is on time; this is the net below that."""

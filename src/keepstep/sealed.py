@@ -59,6 +59,12 @@ def secret_id(secret: str) -> str:
     return hashlib.sha256(f"keepstep/id/{secret}".encode()).hexdigest()[:16]
 
 
+def store_prefix(secret: str) -> str:
+    """Under which a generation's keys lie in torch's store. Not the secret itself: the store is
+    unsealed, and torch's errors tell its keys to whoever reads a log."""
+    return hashlib.sha256(f"keepstep/keys/{secret}".encode()).hexdigest()[:32]
+
+
 class Greeting(Protocol):
     """A handshake: words go back and forth until both sides are ready."""
 
@@ -123,7 +129,11 @@ class Seal:
                 self._shaken = True
                 self._inside.write(self._proof_of(opener=self._opens))
             while self._shaken and len(self._proof) < PROOF_BYTES:
-                self._proof += self._inside.read(PROOF_BYTES - len(self._proof))
+                part = self._inside.read(PROOF_BYTES - len(self._proof))
+                if not part:
+                    # Its end of TLS, which anybody can say, reads as nothing at all, for ever.
+                    raise NotSealed("the other side ended in the middle of its greeting")
+                self._proof += part
         except ssl.SSLWantReadError:
             return self._outgoing.read()
         except (ssl.SSLError, OSError) as error:
@@ -156,6 +166,8 @@ class Seal:
                 while len(room):
                     # With a buffer it says how much it read; the annotations know bytes only.
                     count: Any = self._inside.read(len(room), room)
+                    if not count:
+                        raise NotSealed("what arrived is not whole: the other side ended it")
                     room = room[count:]
         except (ssl.SSLError, OSError) as error:
             raise NotSealed(f"what arrived was changed or is not whole: {error}") from error

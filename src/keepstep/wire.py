@@ -48,8 +48,8 @@ OFFER = "Keepstep-Wire"
 """The header with which an orchestrator says what it speaks: "1-2". One of version 1 sends none."""
 DIGEST = "lane-poly-1"
 FRAME_BYTES_MAX = 64 * 1024 * 1024
-STRANGER_BYTES_MAX = 1024 * 1024
-"""Of a frame whose sender has not been authenticated yet."""
+HELLO_BYTES_MAX, STRANGER_BYTES_MAX = 1024 * 1024, 16 * 1024
+"""Of a frame whose sender is not known yet, and has shown something, or nothing."""
 
 # ---------------------------------------------------------------- agent -> orchestrator
 

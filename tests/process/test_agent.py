@@ -339,7 +339,8 @@ async def test_no_job_can_be_called_like_a_file_of_the_room(here: World) -> None
     await here.pid_of(0)
     files = {entry.name for entry in here.room.iterdir()} - {JOB}
     assert {"agent-state.json", "boot", "preload.sock"} <= files
-    for name in files:
+    # And what they are called before they are whole.
+    for name in (*files, *(f"{name}.new" for name in files), "preload.new"):
         with pytest.raises(BadRequest):
             admission.check(replace(here.spec(WAITS), job=JobId(name)))
 

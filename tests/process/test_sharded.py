@@ -6,6 +6,7 @@ reference is run once per kind and leaves its sums after every step.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -111,6 +112,12 @@ class Sharded(SmallJob):
         stores = [TCPStore(*each, is_master=False, wait_for_workers=False) for each in at]
         return [key for store in stores for key in store.list_keys()]
 
+    def secrets(self) -> set[str]:
+        """Of its generations, as its nodes keep them."""
+        rooms = [self.cluster.room(node) for node in self.cluster.client.cluster()["nodes"]]
+        states = [json.loads((room / "agent-state.json").read_text()) for room in rooms]
+        return {one for state in states for job in state["jobs"] for one in job["secrets"]}
+
     def wait_cleared(self) -> None:
         """Nodes are told that the job is over, and what it left goes: also from their stores."""
         deadline = time.monotonic() + SECONDS_MAX
@@ -138,6 +145,10 @@ def test_hsdp_ranks_come_back_from_their_twins_and_move_while_all_is_well(tmp_pa
         job.wait_ready(1)
         job.cluster.client.migrate("job", {"ranks": [2]})
         job.wait_moved(3)
+        secrets, keys = job.secrets(), job.in_stores()
+        assert secrets
+        assert keys
+        assert not any(secret in key for secret in secrets for key in keys), "errors tell the keys"
         last = job.finish()
         assert job.outcomes() == ["resumed", "moved"]
     check(tmp_path, reference("hsdp"), last)

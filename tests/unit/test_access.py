@@ -32,7 +32,7 @@ from keepstep.model import (
 from keepstep.orchestrator import access, admission, brain, events, forecast, launch, names, state
 from keepstep.orchestrator.access import EVENTS, WITHHELD, Gate, Sight, refusal
 from keepstep.orchestrator.api import ROUTES, Api
-from keepstep.orchestrator.http import BadRequest, Request, Response, Streamed
+from keepstep.orchestrator.http import BadRequest, Request, Response, Streamed, Upgraded
 from keepstep.orchestrator.journal import Link
 from keepstep.orchestrator.journal_sqlite import SqliteJournal
 from keepstep.orchestrator.remedies import ADD
@@ -430,6 +430,15 @@ def test_a_chain_withholds_who_had_the_name_before_and_what_tells_of_others():
     assert list(Sight("", {}).links("j", chain, "")) == chain
 
 
+def test_a_job_called_like_a_token_hides_nothing_that_the_token_did():
+    sight = Sight("a", {"j": "a", "alice": "b"})
+    done = link(1, {"kind": "StopAsked", "body": {"job": "j", "by": "alice", "why": "enough"}})
+    told = link(2, {"kind": "StopAsked", "body": {"job": "j", "by": "bob", "why": "alice asked"}})
+    chain = [link(0, submitted("j", "a")), done, told]
+    seen = [WITHHELD in one.body for one in sight.links("j", chain, "a")]
+    assert seen == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("text", "withheld"),
     [
@@ -545,6 +554,9 @@ BAD_SPECS: list[dict[str, Any]] = [
     {"job": "x" * 65},
     {"job": "boot"},
     {"job": "agent.lock"},
+    {"job": "agent.sock.new"},
+    {"job": "preload.new"},
+    {"job": "store.port.new"},
     {"job": "logs"},
     {"nodes": 0},
     {"nodes": -1},
@@ -609,3 +621,33 @@ def test_an_agent_of_no_sense_is_refused(more: dict[str, Any]):
     facts = {"node": "n1", "address": "h", "slots": 1, "peer_port": 1, "store_port": 2, "boot": "b"}
     hello = wire.Hello(**{**facts, **more}, token=OWN)
     assert admission.why_not_agent(hello, OWN, None, secure=False)
+
+
+@in_two_projects
+async def test_of_whoever_shows_nothing_that_an_agent_has_little_is_read(made: Served):
+    async def read_of(who: str, shown: dict[str, Any]) -> int:
+        headers = {"upgrade": "x", "authorization": f"Bearer {made.texts.get(who, who)}"}
+        reply = await made.api.handle(Request("POST", "/v1/agent", {}, headers, b"", shown))
+        assert isinstance(reply, Upgraded)
+        serve: Any = reply.serve
+        return int(serve.keywords["hello_bytes_max"])
+
+    node = {"subjectAltName": (("URI", "keepstep://node/n1"),)}
+    assert await read_of("own", {}) == wire.HELLO_BYTES_MAX
+    assert await read_of("nobody", node) == wire.HELLO_BYTES_MAX
+    for who in ("nobody", "operatora", "admin"):
+        assert await read_of(who, {}) == wire.STRANGER_BYTES_MAX
+
+
+@in_two_projects
+async def test_requests_that_wait_leave_room_for_others(made: Served):
+    """While the journal is away they pile up."""
+    caller = Caller("operatora", Role.OPERATOR, "a")
+    with contextlib.ExitStack() as waiting:
+        while not made.gate.waiting.full(caller):
+            waiting.enter_context(made.gate.waiting.taken(caller))
+        status, why = await made.ask("operatora", "POST", "/v1/jobs/mine/stop", {})
+        assert (status, "too many requests wait" in why) == (429, True)
+        assert (await made.ask("viewera", "GET", "/v1/jobs"))[0] == 200
+        assert (await made.ask("own", "POST", "/v1/jobs/mine/stop", {}))[0] == 200
+    assert not made.gate.waiting.open.total()

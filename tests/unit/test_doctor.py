@@ -157,6 +157,39 @@ def test_what_hurts_is_found_and_has_a_fix(path: str, value: object, level: str,
     assert found[0].fix
 
 
+def leads(*orchestrators: tuple[str, int]) -> Facts:
+    """Each by the address that it advertises, if it has any, and its term."""
+    found = enumerate(orchestrators)
+    return but(
+        "endpoints",
+        tuple(
+            Reached(f"http://o{i}:1", status="leading", ready=True, leader=leader, term=term)
+            for i, (leader, term) in found
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("orchestrators", "level"),
+    [
+        # Two ways to one, as through a load balancer: nobody is to end it for that.
+        ([("http://l:1", 7), ("http://l:1", 7)], []),
+        ([("http://l:1", 7), ("http://m:1", 7)], ["fail"]),
+        ([("http://l:1", 7), ("http://l:1", 8)], ["fail"]),
+        # On a file nobody has an address: one, or two with journals of their own.
+        ([("", 7), ("", 7)], ["warn"]),
+        ([("", 7), ("", 8)], ["fail"]),
+        ([("", 7), ("http://l:1", 7)], ["fail"]),
+    ],
+)
+def test_two_ways_to_one_leader_are_not_two_leaders(
+    orchestrators: list[tuple[str, int]], level: list[str]
+):
+    found = trouble(leads(*orchestrators))
+    assert [str(finding.level) for finding in found] == level
+    assert all("http://o0:1 in term 7" in finding.says and finding.fix for finding in found)
+
+
 def test_a_lost_node_that_left_in_good_order_is_no_trouble():
     facts = but("picture.nodes.n1.left", True, but("picture.nodes.n1.alive", False))
     assert trouble(facts) == []

@@ -35,12 +35,12 @@ def test_it_speaks_for_a_loop_that_is_late_and_for_no_other(told, speaks):
 
 
 class Store:
-    """A journal that counts, and fails at first."""
+    """A journal that counts, fails at first, and then says in turn whether there is a lease."""
 
-    def __init__(self, leads: bool = True) -> None:
-        self.leads = leads
+    def __init__(self, *leads: bool) -> None:
+        self.leads = list(leads)
         self.asked: list[Term] = []
-        self.twice = threading.Event()
+        self.twice, self.all_said = threading.Event(), threading.Event()
         self.closed = threading.Event()
 
     def lease_line(self) -> Store:
@@ -51,9 +51,11 @@ class Store:
     def prolong(self, term: Term) -> bool:
         self.asked.append(term)
         if len(self.asked) == 1:
-            raise OSError("too many open files") if self.leads else Transient("no answer", 0.1)
+            raise Transient("no answer", 0.1) if self.leads else OSError("too many open files")
         self.twice.set()
-        return self.leads
+        if not self.leads:
+            self.all_said.set()
+        return self.leads.pop(0) if self.leads else True
 
     def close(self) -> None:
         self.closed.set()
@@ -72,13 +74,15 @@ def test_what_fails_is_tried_again_and_nothing_is_said_after_the_end():
     assert store.closed.is_set()
 
 
-def test_a_term_that_is_over_has_nothing_to_keep():
-    store, said = Store(leads=False), []
+def test_a_lease_that_was_over_is_kept_again_once_the_loop_has_renewed_it():
+    """The loop that was late has written since, and nobody had taken over: its term goes on."""
+    store, said = Store(False, False, True, False), []
     late = {**fares(0.03), "lease_seconds": 0.04}
     with lease.kept(store, Term(7), lambda: late, lambda name, **_: said.append(name)):
-        assert store.closed.wait(SECONDS_MAX)
-    assert said == ["lease.not_prolonged", "lease.lost"]
-    assert len(store.asked) == 2
+        assert store.all_said.wait(SECONDS_MAX)
+    assert said[:3] == ["lease.not_prolonged", "lease.lost", "lease.prolonged"], "said once"
+    assert said[3] == "lease.lost"
+    assert store.closed.is_set()
 
 
 def test_a_loop_in_time_is_left_alone():

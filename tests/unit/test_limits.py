@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from keepstep import wire
-from keepstep.model import JobId, JobSpec, JobState, NodeId, Phase, Policy, Rank, Sign, Term
+from keepstep import belonging, wire
+from keepstep.model import (
+    Generation,
+    JobId,
+    JobSpec,
+    JobState,
+    NodeId,
+    Phase,
+    Policy,
+    Rank,
+    Sign,
+    Term,
+)
 from keepstep.orchestrator import brain, events, limits, portions, state
 
 NAMES = [JobId(name) for name in ("a", "b", "c", "d")]
@@ -42,6 +53,21 @@ def kill(cluster: state.Cluster, name: JobId, now: float, rank: int = 1) -> brai
         seat.node, name, Sign.EXIT, seat.rank, seat.incarnation, job.generation, 5, -9
     )
     return brain.step(cluster, died, now)
+
+
+def doubt(cluster: state.Cluster, name: JobId, now: float) -> None:
+    """The first rank's node has obeyed what this journal has forgotten; the others are silent."""
+    job = cluster.jobs[name]
+    assert job.roster is not None
+    seat, later = job.roster.seats[0], Generation(job.generation + 5)
+    fact = wire.WorkerFact(name, seat.rank, seat.slot, seat.incarnation, later)
+    secret = state.generation_secret(cluster, name, later)
+    told = {str(name): belonging.word(secret, name, later, seat.node)}
+    hello = wire.Hello(seat.node, "a", 1, 1, 2, "b", (fact,), obeyed={name: later}, belongs=told)
+    for other in job.roster.seats[1:]:
+        brain.step(cluster, events.LinkLost(other.node), now)
+    brain.step(cluster, hello, now)
+    assert job.unsure is not None
 
 
 def phase(cluster: state.Cluster, name: JobId) -> str:
@@ -147,3 +173,25 @@ def test_without_a_limit_nobody_waits():
     for name in NAMES:
         kill(cluster, name, 10.0)
     assert limits.under_way(cluster, planned=False) == len(NAMES)
+
+
+def test_a_job_in_doubt_gives_its_turn_to_the_next():
+    cluster = cluster_with(1)
+    kill(cluster, NAMES[0], 10.0)
+    kill(cluster, NAMES[1], 10.1)
+    doubt(cluster, NAMES[0], 10.2)
+    brain.step(cluster, events.Tick(), 10.3)
+    assert cluster.jobs[NAMES[0]].unsure is not None
+    assert [phase(cluster, name) for name in NAMES[:2]] == ["quiesce", "quiesce"]
+    assert limits.under_way(cluster, planned=False) == 1
+
+
+def test_a_job_that_waited_when_it_came_into_doubt_is_in_nobodys_way():
+    cluster = cluster_with(1)
+    for at, name in enumerate(NAMES[:3]):
+        kill(cluster, name, 10.0 + 0.1 * at)
+    doubt(cluster, NAMES[1], 10.5)
+    assert cluster.jobs[NAMES[1]].turn_at < 0
+    get_through(cluster, NAMES[0], 11.0)
+    brain.step(cluster, events.Tick(), 11.1)
+    assert phase(cluster, NAMES[2]) == "quiesce"

@@ -173,3 +173,12 @@ def test_ticks_come_less_often_while_thousands_are_in_doubt():
     assert overdue == [TICK_SECONDS_MIN, TICK_SECONDS_MIN, 0.5], "never beyond a lease's quarter"
     assert until_tick(0.0, 10.0, config, 0.0, 5000) == 1.0
     assert until_tick(10.05, 10.0, config, 2.0, 10) == pytest.approx(0.05)
+
+
+def test_a_leader_on_a_file_looks_for_another_one_every_second_however_seldom_it_ticks():
+    """There is no lease whose end it would notice: only the file says that somebody took over."""
+    seldom = OrchestratorConfig(tick_seconds=60.0, tick_busy_seconds=30.0)
+    assert until_tick(None, 10.0, seldom, 0.0) == 1.0
+    assert until_tick(40.0, 10.0, seldom, 0.0) == 1.0
+    assert until_tick(0.0, 10.0, seldom, 0.0, 50_000) == 1.0
+    assert until_tick(40.0, 10.0, seldom, 2.0) == 0.5, "nor does it lose its lease for that"

@@ -164,3 +164,26 @@ async def test_nobody_gets_to_see_anothers_incidents_by_taking_a_forgotten_name(
     # Whoever runs the cluster may run it again for its owner.
     assert await submit(made, "operator", "a") == 200
     assert cluster.jobs[JOB].generation == 2
+
+
+@in_a_cluster
+async def test_of_two_submissions_at_the_same_instant_the_second_is_judged_by_the_first(
+    made: Served,
+):
+    """Neither was there when the other was looked at: both came to be decided."""
+
+    async def at_once(name: str, *given: tuple[str, str]) -> list[tuple[int, str]]:
+        specs = [(who, codec.to_plain(JobSpec(JobId(name), script))) for who, script in given]
+        asked = (made.ask(who, "POST", "/v1/jobs", plain) for who, plain in specs)
+        return list(await asyncio.gather(*asked))
+
+    first, second = await at_once("llama-1", ("operatora", "t.py"), ("operatora", "other.py"))
+    assert (first[0], second[0]) == (200, 409)
+    assert "already there with another script" in second[1]
+    first, second = await at_once("llama-2", ("operatora", "t.py"), ("operatorb", "t.py"))
+    assert (first[0], second[0]) == (200, 409)
+    assert "the name llama-2 is taken" in second[1]
+    assert "t.py" not in second[1]
+    first, second = await at_once("llama-3", ("operatora", "t.py"), ("operatora", "t.py"))
+    assert (first[0], second[0]) == (200, 200)
+    assert [json.loads(told)["new"] for _, told in (first, second)] == [True, False]

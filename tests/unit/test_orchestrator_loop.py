@@ -15,7 +15,7 @@ import pytest
 from keepstep import wire
 from keepstep.clock import VirtualClock
 from keepstep.config import OrchestratorConfig
-from keepstep.errors import Alone, Deposed, Permanent, Transient
+from keepstep.errors import Alone, Behind, Deposed, Permanent, Transient
 from keepstep.model import (
     Generation,
     JobId,
@@ -795,6 +795,28 @@ def test_a_deposed_leader_learns_of_it_when_it_renews(scene: Scene, tmp_path: Pa
     scene.clock.advance_to(scene.clock.now() + 4.0)
     with pytest.raises(Deposed):
         until_written(scene)
+
+
+@pytest.mark.parametrize("deposed", [False, True])
+def test_why_a_leader_leaves_is_not_lost_with_a_journal_that_is_away_just_then(
+    scene: Scene, tmp_path: Path, deposed: bool
+):
+    """Else it leads on in a term that agents refuse, and heeds the node that knows no sooner."""
+    scene.feed(HELLO)
+    scene.loop.leaving.why = Behind(9, "n3")
+    scene.journal.away = 0 if deposed else 1
+    if deposed:
+        other = SqliteJournal(tmp_path / "journal.db")
+        other.begin_term()
+        other.close()
+
+    async def work() -> None:
+        await scene.loop._inbox.put(Waiting(events.Tick()))
+        await scene.loop._work()
+
+    with pytest.raises(Deposed if deposed else Behind):
+        asyncio.run(work())
+    assert ("away" in scene.happened) is not deposed
 
 
 # --- time in which nobody decides ----------------------------------------------------------------

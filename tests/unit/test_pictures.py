@@ -169,6 +169,19 @@ async def test_what_waits_for_a_decision_is_not_charged(made: Served):
             assert (await made.ask("operator", "POST", f"/v1/nodes/{node}/undrain", {}))[0] == 200
 
 
+@in_two_projects
+async def test_a_large_body_is_charged_for_being_read_also_if_it_is_refused(made: Served):
+    large = {"x": [[]] * api.SMALL_BYTES}
+    with patch.object(api.time, "thread_time", itertools.count(0.0, 5.0).__next__):
+        for who, path in (("operatora", "/v1/jobs/mine/stop"), ("operator", "/v1/jobs")):
+            assert (await made.ask(who, "POST", path, large))[0] == 400
+            assert (await made.ask(who, "POST", path, large))[0] == 429
+            for _ in range(2):
+                assert (await made.ask("own", "POST", path, large))[0] == 400
+        stopped, _ = await made.ask("operatora", "POST", "/v1/jobs/mine/stop", {})
+        assert stopped == 200, "a small one is never refused for it"
+
+
 def test_the_clusters_own_token_is_not_charged():
     gate = access.Gate(tokens=None)  # type: ignore[arg-type]
     for name in (CLUSTER, f"{CLUSTER}/alice", "x/alice"):

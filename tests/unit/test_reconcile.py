@@ -496,3 +496,21 @@ def test_a_worker_of_an_earlier_and_larger_run_holds_up_neither_the_doubt_nor_th
     assert job.unsure is None
     orders = step(cluster, hello("n0", worker(0), old), 11.0).orders
     assert any(isinstance(order.action, wire.Fence) for order in orders)
+
+
+def test_a_job_in_doubt_keeps_room_from_nobody_though_it_was_about_to_look_for_spares():
+    """Its node may never come back, and nobody would start on this cluster again."""
+    cluster, job = with_a_job_that_trains()
+    hangs = replace(an_end(1, Sign.HANG, "n1"), generation=job.generation)
+    step(cluster, hangs, 2.0)
+    begin(cluster, 2, 50, now=2.1)
+    step(cluster, hello("n0", worker(0, generation=7), obeyed={"train": Generation(7)}), 2.2)
+    other = JobId("other")
+    step(cluster, events.Submitted(JobSpec(other, "train.py", spares=1)), 3.0)
+    for node in ("n8", "n9"):
+        step(cluster, replace(hello(node), slots=1), 60.0)
+    assert job.unsure is not None
+    assert job.migration is not None
+    assert job.migration.phase is Phase.ALLOCATE
+    assert cluster.jobs[other].state is JobState.STARTING
+    assert cluster.jobs[other].standbys, "nor does it keep standbys from those that start"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 from typing import Any
 
 import pytest
@@ -163,3 +164,46 @@ def test_a_changed_missing_or_repeated_message_does_not_open():
 def test_noise_in_place_of_a_handshake_is_refused(noise: bytes):
     with pytest.raises(NotSealed):
         Seal("s", "t", opens=False).shake(noise)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("said", [0, sealed.PROOF_BYTES - 1])
+def test_one_that_ends_in_place_of_its_proof_is_refused(said: int):
+    """Anybody can say that TLS ends, without any secret; read on, it reads as nothing for ever."""
+    stranger, member = Seal("?", "t", opens=True), Seal("s", "t", opens=False)
+    while not _shaken(stranger):
+        stranger._incoming.write(member.shake(stranger._outgoing.read()))
+    stranger._inside.write(bytes(said))
+    _end(stranger)
+    with pytest.raises(NotSealed, match="ended"):
+        member.shake(stranger._outgoing.read())
+
+
+@pytest.mark.timeout(20)
+def test_one_that_ends_in_the_middle_of_a_message_is_refused():
+    one, other = pair()
+    meet(one, other)
+    text = one.seal(b"half")
+    _end(one)
+    with pytest.raises(NotSealed, match="not whole"):
+        other.open(text + one._outgoing.read(), memoryview(bytearray(40)))
+
+
+def _shaken(one: Seal) -> bool:
+    with contextlib.suppress(ssl.SSLWantReadError):
+        one._inside.do_handshake()
+        return True
+    return False
+
+
+def _end(one: Seal) -> None:
+    with contextlib.suppress(ssl.SSLError):  # The other side has not ended it, too.
+        one._inside.unwrap()
+
+
+def test_what_lies_in_torchs_store_does_not_tell_the_secret():
+    """Nor what a member shows of it elsewhere."""
+    prefix = sealed.store_prefix("one")
+    assert prefix == sealed.store_prefix("one") != sealed.store_prefix("other")
+    assert "one" not in prefix
+    assert prefix[:16] != sealed.secret_id("one")

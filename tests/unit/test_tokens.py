@@ -157,3 +157,14 @@ def test_what_was_granted_may_be_said_again_by_every_launcher():
     known.state = JobState.FINISHED
     with pytest.raises(BadRequest, match="a project's highest"):
         admission.owned(spec(9), caller, known)
+
+
+def test_a_file_stays_its_owners_whoever_changes_it(tmp_path: Path, monkeypatch: Any):
+    """Root's, the orchestrator could not read it, and would let in nobody."""
+    path, given = tmp_path / "tokens.json", []
+    tokens.new(path, "alice", Role.VIEWER)
+    there = path.stat()
+    monkeypatch.setattr(tokens.os, "geteuid", lambda: there.st_uid + 1)
+    monkeypatch.setattr(tokens.os, "fchown", lambda _, *ids: given.append(ids))
+    tokens.revoke(path, "alice")
+    assert given == [(there.st_uid, there.st_gid)]

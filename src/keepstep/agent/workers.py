@@ -15,9 +15,10 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from keepstep import wire
 from keepstep.agent import environment, log
@@ -34,6 +35,8 @@ STATUS_SECONDS_MAX = 0.05
 """How long a death waits for its exit status; the news must be out within 100 ms."""
 ADOPTED_STATUS_SECONDS_MAX = 1.0
 """The same for a worker that died while no agent was there."""
+LOOK_SECONDS = 0.1
+"""Between two looks at a worker of whose end the kernel cannot tell us at present."""
 UNKNOWN_EXIT_CODE = -9
 """When nobody could reap the process. Gone without a word is what SIGKILL looks like."""
 SHORT_OF_MEMORY = (
@@ -48,17 +51,15 @@ class Worker:
 
     def __init__(self, record: WorkerRecord) -> None:
         self.record = record
+        self.is_alive = True
         self.pidfd = -1
+        """-1 also while it lives, if no descriptor is to be had."""
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         """Set once the death is recorded and reported."""
         self.words: wire.WorkerEnding | None = None
         self.page: Page | None = None
         self.status_seconds_max = STATUS_SECONDS_MAX
-
-    @property
-    def is_alive(self) -> bool:
-        return self.pidfd >= 0
 
     @property
     def is_standby(self) -> bool:
@@ -175,23 +176,42 @@ class Workers:
         worker = Worker(record)
         self._living[record.pid] = worker
         self._room.workers[record.pid] = record
-        self._room.save()
         if (code := self._exits.pop((record.pid, record.start), None)) is not None:
             worker.exit_code.set_result(code)
-        try:
-            worker.pidfd = os.pidfd_open(record.pid)
-        except OSError:
-            self._died(worker)
-            return worker
-        # Checked after the open: now the descriptor cannot name a later process of the same pid.
-        if process.life(record.pid, record.start) is process.Life.GONE:
-            os.close(worker.pidfd)
-            worker.pidfd = -1
-            self._died(worker)
-            return worker
-        loop = asyncio.get_running_loop()
-        loop.add_reader(worker.pidfd, self._died, worker)
+        if not self._heeds(worker):
+            log.warning("worker.looked_at", job=record.job, rank=record.rank, pid=record.pid)
+            self._spawn(self._look_at(worker))
+        # After that: one that a full room has no space for is watched all the same.
+        self._room.save()
         return worker
+
+    def _heeds(self, worker: Worker) -> bool:
+        """Whether the kernel will tell us of its end, or has. Nobody is dead for our own want of a
+        file: only who is known to be gone."""
+        record, pidfd = worker.record, -1
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(record.pid)
+        # Looked at after the open: now the descriptor cannot name a later process of the same pid.
+        try:
+            life = process.judge(process.look(record.pid), record.start)
+        except OSError:
+            life = None
+        if life is not None and life is not process.Life.GONE and pidfd >= 0:
+            worker.pidfd = pidfd
+            asyncio.get_running_loop().add_reader(pidfd, self._died, worker)
+            return True
+        if pidfd >= 0:
+            os.close(pidfd)
+        if life is process.Life.GONE:
+            self._died(worker)
+        return life is process.Life.GONE
+
+    async def _look_at(self, worker: Worker) -> None:
+        """Until the kernel tells us, or it has ended."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._heeds(worker):
+                return
 
     def update(self, worker: Worker, record: WorkerRecord) -> None:
         """A standby became ready, or took a seat."""
@@ -211,6 +231,7 @@ class Workers:
             worker.exit_code.set_result(exited.code)
 
     def _died(self, worker: Worker) -> None:
+        worker.is_alive = False
         if worker.pidfd >= 0:
             asyncio.get_running_loop().remove_reader(worker.pidfd)
             os.close(worker.pidfd)
@@ -226,7 +247,10 @@ class Workers:
         if reading is None or reading.start == worker.record.start:
             with contextlib.suppress(OSError):
                 os.killpg(worker.record.pid, signal.SIGKILL)
-        task = asyncio.get_running_loop().create_task(self._conclude(worker))
+        self._spawn(self._conclude(worker))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -253,18 +277,26 @@ class Workers:
         )
         self._living.pop(record.pid, None)
         self._room.workers.pop(record.pid, None)
-        if not self.seated(record.job):
-            self._room.sweep_covers(record.job)
         job = self._room.jobs.get(record.job)
         if job is not None and record.rank >= 0:
             endings = (*job.endings, observed)[-ENDINGS_MAX:]
             self._room.jobs[record.job] = replace(job, endings=endings)
-        self._room.save()
+        self._write_down(record)
         if worker.page is not None:
             worker.page.close()
         log.info("worker.ended", job=record.job, rank=record.rank, sign=observed.sign, code=code)
         worker.gone.set()
         self._on_end(worker, observed)
+
+    def _write_down(self, record: WorkerRecord) -> None:
+        """The end of one that was there. A full room keeps nobody from hearing of it: the next save
+        has it, too, and an agent that starts before that finds the process dead again."""
+        try:
+            if not self.seated(record.job):
+                self._room.sweep_covers(record.job)
+            self._room.save()
+        except OSError as error:
+            log.error("worker.end_not_saved", job=record.job, rank=record.rank, why=error)
 
     def _judge(
         self, worker: Worker, words: wire.WorkerEnding | None, code: int

@@ -59,7 +59,7 @@ class Reached:
     status: str = ""
     ready: bool = False
     leader: str = ""
-    """Of one that follows: who leads, by its word."""
+    """Who leads, by its word: of one that leads the address that it advertises. Empty on a file."""
     term: int = 0
     """In which it leads, or that it follows."""
 
@@ -170,6 +170,17 @@ def _two_leaders(leading: Sequence[Reached]) -> Iterator[Finding]:
     if len(leading) < 2:
         return
     told = ", ".join(f"{each.url} in term {each.term}" for each in leading)
+    if len({(each.leader, each.term) for each in leading}) == 1:
+        # Two ways to one, as through a load balancer, say the same of themselves.
+        if not leading[0].leader:
+            yield Finding(
+                Level.WARN,
+                "orchestrator",
+                f"{len(leading)} say that they lead, perhaps all one process: {told}",
+                "give one address of each process; if these are two, they have journals of their "
+                "own: end all but the one that your jobs are on",
+            )
+        return
     newest = max(leading, key=lambda each: each.term)
     yield Finding(
         Level.FAIL,

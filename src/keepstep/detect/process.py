@@ -36,10 +36,19 @@ class Life(StrEnum):
 
 
 def probe(pid: int) -> ProcessReading | None:
-    """Read the process under this pid, if there is one."""
+    """Read the process under this pid, if there is one and if it can be read."""
+    try:
+        return look(pid)
+    except OSError:
+        return None
+
+
+def look(pid: int) -> ProcessReading | None:
+    """The same, but None means for sure that there is none: raises OSError if it cannot be read,
+    as where no file is to be had. That says nothing about the process."""
     try:
         raw = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     # The command name is in parentheses and may hold spaces and parentheses itself.
     fields = raw[raw.rfind(")") + 2 :].split()

@@ -21,7 +21,7 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -41,15 +41,20 @@ WITHHELD = "(withheld: it names another project's job)"
 _WITHHELD_BODY = codec.dumps({"withheld": WITHHELD}).decode()
 _WORD = re.compile(r"[A-Za-z0-9._-]+")
 """What a job's name may be, among other text."""
-_VOCABULARY = frozenset({"kind", "sign", "phase", "state", "severity", "outcome", "node", "source"})
-"""Fields whose single words are ours, or the operators': a job that is called like one of them
-hides nothing of others' journals."""
+_VOCABULARY = frozenset(
+    {"kind", "sign", "phase", "state", "severity", "outcome", "node", "source", "by"}
+)
+"""Fields whose single words are ours, the operators' or, in `by`, a token's name: a job that is
+called like one of them hides nothing of others' journals."""
 EVENTS, EXPORT = "text/event-stream", "application/jsonl"
 """Answers that last: what their routes say of them."""
 EXPORTS_MAX = 64
 """At once: each reads pages of the journal on the loop that decides."""
 STREAMS_PART = 4
 """One caller has this part of all streams of a kind at most: others want to listen too."""
+WAITING_MAX = 1024
+"""Requests that may wait for a decision at once. While the journal is away, whatever is asked for
+waits; it must not take all connections from those who ask whether we are well."""
 COST_SHARE_MAX = 0.25
 """Of the loop's time, what one caller's questions may take."""
 COST_SECONDS_FULL = 4.0
@@ -88,6 +93,7 @@ class Gate:
         self._costs = Rates(COST_SHARE_MAX, COST_SECONDS_FULL)
         self._problem = problem
         self.streams = {EVENTS: Places(event_streams_max), EXPORT: Places(exports_max)}
+        self.waiting = Places(WAITING_MAX)
         self._exporting = asyncio.Lock()
 
     async def counted(
@@ -156,6 +162,22 @@ class Gate:
         if self._costs.used_up(caller.token, time.monotonic()):
             raise BadRequest(429, f"the answers to {caller.name} cost too much", "ask less often")
 
+    def waits(self, caller: Caller) -> AbstractContextManager[None]:
+        """For as long as a request waits for its decision. Raises BadRequest if too many do."""
+        if self.waiting.full(caller):
+            fix = "wait, and ask /readyz whether the journal is there"
+            raise BadRequest(429, "too many requests wait for a decision", fix)
+        return self.waiting.taken(caller)
+
+    @contextmanager
+    def charged(self, caller: Caller) -> Iterator[None]:
+        """For what does not wait."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self.charge(caller, time.thread_time() - began)
+
     def charge(self, caller: Caller, seconds: float) -> None:
         """An answer took so much of the loop's time."""
         # Whoever has the cluster's own token runs it, and all the launchers may have that one.
@@ -164,7 +186,7 @@ class Gate:
 
 
 class Places:
-    """How many streams of one kind are open: in all, and of each caller."""
+    """How many of one kind there are, such as open streams: in all, and of each caller."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -18,17 +18,15 @@ from keepstep.model import JobSpec, NodeId, Policy, Rank
 from keepstep.orchestrator import nodes, planned, words
 from keepstep.orchestrator.http import BadRequest
 from keepstep.orchestrator.state import Job, NodeState
-from keepstep.orchestrator.tokens import NAME, Caller
+from keepstep.orchestrator.tokens import CLUSTER, NAME, Caller
 
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A job's name becomes part of paths and of URLs."""
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 """As long as a host's."""
-FILES = re.compile(
-    r"(agent-state\.json|boot|store\.port)(\.new)?|agent\.(lock|sock)|logs|store\.log"
-    r"|preload\.(log|sock)"
-)
-"""What an agent keeps in its room, where each job has a directory of its name (agent/room.py)."""
+FILES = re.compile(r"(agent|agent-state|preload|store)\..*|(boot|logs)(\..*)?")
+"""What an agent keeps in its room, where each job has a directory of its name (agent/room.py), and
+whatever it may call the new one beside it: an agent that finds a directory there cannot start."""
 BOUNDS: Mapping[str, tuple[int, int]] = {
     "nodes": (1, 100_000),
     "ranks_per_node": (1, 1024),
@@ -212,6 +210,12 @@ def _why_not_facts(hello: wire.Hello) -> str:
     if not all(0 <= slot < SLOTS_MAX for _, slot in places):
         return f"a slot outside 0 to {SLOTS_MAX - 1}"
     return ""
+
+
+def shows_an_agent(certificate: Mapping[str, Any] | None, caller: Caller | None) -> bool:
+    """Whether who opens an agent's stream has shown anything that an agent would have: of anybody
+    else little is read."""
+    return bool(tls.node_of(certificate)) or (caller is not None and caller.token == CLUSTER)
 
 
 @dataclass(frozen=True, slots=True)

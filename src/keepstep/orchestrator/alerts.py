@@ -64,6 +64,10 @@ Rules = Mapping[str, tuple[Rule, ...]]
 """By the alert's name; of several the first that fits."""
 
 
+NAME_CHARS_MAX = 200
+"""Of an alert: it is told in the log and in the answer, for each of hundreds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Alert:
     """One alert of a payload, as far as it matters here."""
@@ -180,7 +184,8 @@ def _alert(plain: object, path: str) -> Alert:
         raise WireError(f"{path}.status: expected firing or resolved")
     labels = _texts(plain.get("labels"), f"{path}.labels")
     annotations = _texts(plain.get("annotations", {}), f"{path}.annotations")
-    return Alert(labels.get("alertname", ""), status == "firing", labels, annotations)
+    name = labels.get("alertname", "")[:NAME_CHARS_MAX]
+    return Alert(name, status == "firing", labels, annotations)
 
 
 def _texts(plain: object, path: str) -> dict[str, str]:

@@ -42,6 +42,7 @@ A new path is one entry of ROUTES, at the end of this file; `make openapi` write
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -89,13 +90,15 @@ from keepstep.orchestrator.http import (
 )
 from keepstep.orchestrator.journal import Journal
 from keepstep.orchestrator.pictures import Pictures
-from keepstep.orchestrator.routes import Call, Field, Route, of_node, read_fields, served_at
+from keepstep.orchestrator.routes import Call, Field, Route, of_node, read_body, served_at
 from keepstep.orchestrator.run import Log, Orchestrator
 from keepstep.orchestrator.tokens import Caller, Role
 
 PROTOCOL = "keepstep-stream"
 NOBODY = Caller("", Role.VIEWER)
 """Who asks for what is open to all."""
+SMALL_BYTES = 1024
+"""Of a body that is read in no time: to stop a job is never refused for what was asked before."""
 
 
 def _part(what: str) -> Callable[[Api, Call], Awaitable[Reply]]:
@@ -120,11 +123,10 @@ class Api:
         self._orchestrator = orchestrator
         self._journal = journal
         self._gate = gate
-        self._rules = rules
-        self._log = log
         self._signer = signer
         self.watching = watching.Watching(orchestrator, Accounts(journal))
         self.own = own.Own(orchestrator, journal)
+        self.alerting = alerting.Alerting(orchestrator, rules, gate, log)
         self._pictures = Pictures(orchestrator)
         self._telling = telling.Telling(orchestrator, self._sight_of)
 
@@ -147,13 +149,21 @@ class Api:
         return await self._serve(route, Call(request, names, {}, caller or NOBODY))
 
     async def _serve(self, route: Route, call: Call) -> Reply:
-        began, asks = time.thread_time(), False
+        began, spent = time.thread_time(), -1.0
+        waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         try:
-            if route.fields:
-                call = dataclasses.replace(call, body=read_fields(call.request, route.fields))
-            if asks := route.method == "GET" or bool(call.body.get("dry_run")):
+            if len(call.request.body) > SMALL_BYTES:
+                # A large one takes long to read, whatever it says, and also if it is refused.
                 self._gate.afford(call.caller)
-            return await route.handler(self, call)
+            call = dataclasses.replace(call, body=read_body(call.request, route))
+            if route.method == "GET" or (route.fields and call.body.get("dry_run")):
+                self._gate.afford(call.caller)
+            else:
+                # What waits for a decision is not measured: others are served meanwhile.
+                spent = time.thread_time() - began
+                waits = self._gate.waits(call.caller)
+            with waits:
+                return await route.handler(self, call)
         except WireError as error:
             where = f"see {route.method} {route.path} in GET /v1/openapi.json"
             raise BadRequest(400, str(error), where) from error
@@ -162,9 +172,8 @@ class Api:
         except KeepstepError as error:
             raise BadRequest(503, told_to(call.caller, error), "ask who leads now") from error
         finally:
-            # What waits for a decision is not measured: others are served meanwhile.
-            if asks:
-                self._gate.charge(call.caller, time.thread_time() - began)
+            took = spent if spent >= 0 else time.thread_time() - began
+            self._gate.charge(call.caller, took)
 
     def _sight(self, call: Call) -> Sight:
         return self._sight_of(call.caller.project)
@@ -242,16 +251,23 @@ class Api:
                 426, "this path is the agents' stream", f"POST with Upgrade: {PROTOCOL}"
             )
         offer = {wire.OFFER: f"{wire.OLDEST}-{wire.VERSION}"}
-        return Upgraded(PROTOCOL, self._orchestrator.serve_agent, offer)
+        shown = admission.shows_an_agent(call.request.certificate, self._gate.caller(call.request))
+        most = wire.HELLO_BYTES_MAX if shown else wire.STRANGER_BYTES_MAX
+        serve = functools.partial(self._orchestrator.serve_agent, hello_bytes_max=most)
+        return Upgraded(PROTOCOL, serve, offer)
 
     async def _submit(self, call: Call) -> Reply:
-        spec = codec.from_plain(JobSpec, call.request.json())
-        admission.check(spec)
+        with self._gate.charged(call.caller):
+            spec = codec.from_plain(JobSpec, call.body)
+            admission.check(spec)
         cluster, whose = self._orchestrator.cluster, self._owners().get(spec.job)
         admission.check_name(spec, call.caller, cluster.nodes, whose)
         spec = admission.owned(spec, call.caller, cluster.jobs.get(spec.job), whose)
         with self._orchestrator.intake.room_for(spec, call.caller, cluster):
             decision = await self._decide(events.Submitted(spec), call)
+        # Again: one that was on its way, and came first, was not there to be compared with before.
+        known = self._orchestrator.cluster.jobs.get(spec.job)
+        admission.owned(spec, call.caller, known, self._owners().get(spec.job))
         why = "; ".join(self._sight(call).told(decision))
         return json_response({"job": spec.job, "why": why, "new": decision.changed})
 
@@ -326,14 +342,6 @@ class Api:
             )
         return node.node, slot
 
-    async def _alertmanager(self, call: Call) -> Reply:
-        """Each alert is followed or told why not; only a payload that is none is refused."""
-        given = alerts.read(call.request.json())
-        slots = {name: node.slots for name, node in self._orchestrator.cluster.nodes.items()}
-        verdicts = alerts.judge(given, self._rules, slots)
-        done = await alerting.follow(verdicts, lambda e: self._decide(e, call), self._log)
-        return json_response({"alerts": done})
-
     # ---------------------------------------------------------------- what they share
 
     async def _decide(self, event: events.Asked, call: Call) -> brain.Decision:
@@ -356,7 +364,7 @@ class Api:
 
 # ---------------------------------------------------------------- the table
 
-VIEWER, OPERATOR, WEBHOOK = Role.VIEWER, Role.OPERATOR, Role.WEBHOOK
+VIEWER, OPERATOR = Role.VIEWER, Role.OPERATOR
 _WHY = Field((str,), "the reason, for the record")
 _DRY_RUN = Field((bool,), "only say what would happen")
 _SAVE = Field((bool,), "write a checkpoint of the boundary first")
@@ -530,16 +538,7 @@ ROUTES: tuple[Route, ...] = (
         role=OPERATOR,
         shared=True,
     ),
-    Route(
-        "POST",
-        "/v1/webhooks/alertmanager",
-        Api._alertmanager,
-        "Alerts that mean taints, by the operator's mapping",
-        "AlertsDone",
-        body="AlertmanagerPayload",
-        role=WEBHOOK,
-        shared=True,
-    ),
+    *alerting.ROUTES,
     *watching.ROUTES,
 )
 """Everything that is served. The tests hold docs/openapi.json and the text above against it."""

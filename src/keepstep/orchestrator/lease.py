@@ -44,7 +44,7 @@ def kept(
     over = threading.Event()
 
     def keep() -> None:
-        line = journal.lease_line()
+        line, lost = journal.lease_line(), False
         try:
             while not over.wait(lease / 4):
                 try:
@@ -53,10 +53,14 @@ def kept(
                     told = keeping()
                     if over.is_set() or not speaks(told, lease):
                         continue
-                    if not line.prolong(term):
+                    if line.prolong(term):
+                        lost = False
+                        log("lease.prolonged", late_seconds=round(told["written_seconds_ago"], 3))
+                    elif not lost:
+                        # Not the end of it: if nobody has taken over, the loop's next write leases
+                        # anew, and it may be late again. Of another term it finds out itself.
+                        lost = True
                         log("lease.lost", term=term)
-                        return
-                    log("lease.prolonged", late_seconds=round(told["written_seconds_ago"], 3))
                 except (Transient, OSError, RuntimeError) as error:
                     # No file or thread to be had is a bad moment, too, and not the end of it.
                     log("lease.not_prolonged", why=str(error))

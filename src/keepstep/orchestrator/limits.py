@@ -12,6 +12,7 @@ in which they came, and say so.
 
 Not counted, and never made to wait: starts, saves (somebody's explicit order), and jobs that hold
 for lack of a spare. Those do nothing, and when room comes they go on at once: they had their turn.
+Nor are jobs in doubt, which may stand still for ever: what they ask for is judged anew afterwards.
 Per job there is one migration at a time by construction; a planned one moves at most
 `moving_ranks_max` ranks (the job's policy), and the rest in the next one.
 """
@@ -100,7 +101,8 @@ def _sentence(cluster: Cluster) -> str:
 
 
 def _open(cluster: Cluster) -> Iterator[Job]:
-    return map(cluster.jobs.__getitem__, cluster.open_jobs)
+    jobs = map(cluster.jobs.__getitem__, cluster.open_jobs)
+    return (job for job in jobs if job.unsure is None)
 
 
 def _waiting(cluster: Cluster) -> list[Job]:

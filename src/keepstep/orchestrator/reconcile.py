@@ -257,7 +257,8 @@ def _doubt(turn: Turn, job: Job, generation: Generation, node: NodeId) -> None:
         job.unsure = Unsure(turn.now, why, claims=_listed(turn.cluster, job))
         if job.roster is not None and job.migration is not None:
             job.unsure.dead = tuple(job.roster.seats[rank] for rank in sorted(job.migration.gone))
-        job.broken_at = -1.0
+        # What it asks for is judged anew when it is known; till then nobody waits behind it.
+        job.broken_at = job.turn_at = -1.0
         turn.note(why, job)
     job.unsure.generation = max(job.unsure.generation, generation)
 

@@ -43,7 +43,7 @@ class Call:
     names: Mapping[str, str]
     """What stands in the path where the route has {names}."""
     body: Mapping[str, Any]
-    """The request's object, if the route has fields: checked."""
+    """The request's object, if the route has one; checked, if it has fields."""
     caller: Caller
     """Who asks; of an open route, nobody in particular."""
 
@@ -69,7 +69,7 @@ class Route:
     """The name of its answer's schema in openapi.py, or the content type of a stream."""
     fields: Fields = field(default_factory=dict)
     body: str = ""
-    """The name of the schema of a body that is read by the handler itself."""
+    """The name of the schema of a body that the handler itself checks."""
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     keyed: bool = False
@@ -111,6 +111,13 @@ def served_at(routes: Iterable[Route], path: str) -> dict[str, tuple[Route, dict
 
 def _parts(path: str) -> list[str]:
     return [part for part in path.split("/") if part]
+
+
+def read_body(request: Request, route: Route) -> Any:
+    """What the route's handler gets to see of it."""
+    if route.fields:
+        return read_fields(request, route.fields)
+    return request.json() if route.body else {}
 
 
 def read_fields(request: Request, fields: Fields) -> dict[str, Any]:

@@ -19,6 +19,7 @@ same order, and its orders with it; agents are heard and operators answered mean
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 import traceback
@@ -71,8 +72,6 @@ from keepstep.orchestrator.together import until_one_ends
 REREADS_MAX = 100
 """Steps that may fail in one term, each answered by reading the journal again, before we leave."""
 SLICE_SECONDS_MAX = 0.1
-LOOK_SECONDS = 1.0
-"""Between two looks at a file in which nothing is written: does this term still lead?"""
 JOURNAL_AWAY = "the journal was away"
 
 Log = Callable[..., None]
@@ -209,7 +208,9 @@ class Orchestrator:
                 if self.leaving.why is not None:
                     # What proves it may have come since; and do we still lead? Else it is that.
                     await self._until_written(come(self._inbox, self._inbox.qsize()))
-                    self._journal.append(self.term, self._standing.head, ())
+                    # Away just now, it knows of nobody: why we leave must not be lost for that.
+                    with contextlib.suppress(Transient):
+                        self._journal.append(self.term, self._standing.head, ())
                     raise self.leaving.why
             except Deposed as error:
                 self._log("term.deposed", term=self.term, why=str(error))
@@ -338,7 +339,8 @@ class Orchestrator:
         """Who has nothing to write says so in time: others may begin a term when a lease ends. Our
         clock says only when to speak; the store's own says whether it was in time. A file has no
         lease, and is asked all the same: a second leader may have begun on it, and decides."""
-        pause = self._standing.lease_seconds / 4 or LOOK_SECONDS
+        # Half: a tick that comes a moment early would leave the look to the next one.
+        pause = self._standing.lease_seconds / 4 or ticking.LOOK_SECONDS / 2
         if self._clock.monotonic() - self._written_at >= pause:
             self._wrote(self._journal.append(self.term, self._standing.head, ()))
 
@@ -440,11 +442,16 @@ class Orchestrator:
 
     # ---------------------------------------------------------------- agents
 
-    async def serve_agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_agent(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        hello_bytes_max: int = wire.HELLO_BYTES_MAX,
+    ) -> None:
         """One agent's stream, from its Hello to its end."""
         try:
             async with asyncio.timeout(self._config.hello_seconds_max):
-                hello = await wire.read(reader, wire.STRANGER_BYTES_MAX)
+                hello = await wire.read(reader, hello_bytes_max)
         except (TimeoutError, asyncio.IncompleteReadError, WireError) as error:
             await refuse(writer, f"no Hello that could be read: {error}")
             return

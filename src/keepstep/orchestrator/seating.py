@@ -53,12 +53,16 @@ def wanting(job: Job) -> list[Seat]:
 
 
 def allocating(cluster: Cluster) -> int | None:
-    """The highest priority of those about to look for spares: nobody below takes room till then."""
+    """The highest priority of those about to look for spares: nobody below takes room till then.
+
+    A job in doubt looks for none before its ranks are found, which may be never.
+    """
     return max(
         (
             job.spec.priority
             for job in map(cluster.jobs.__getitem__, cluster.open_jobs)
             if (moving := job.migration) and moving.phase is Phase.ALLOCATE and not moving.saves
+            if job.unsure is None
         ),
         default=None,
     )

@@ -13,6 +13,8 @@ from keepstep.orchestrator.liveness import LOOKS_PER_SECOND_MAX
 
 TICK_SECONDS_MIN = 0.02
 """The shortest time between two ticks."""
+LOOK_SECONDS = 1.0
+"""Between two looks at a file in which nothing is written: does this term still lead?"""
 
 
 def term_began(standing: Standing, config: OrchestratorConfig) -> TermBegan:
@@ -30,14 +32,15 @@ def until_tick(
     due: float | None, now: float, config: OrchestratorConfig, lease: float, doubtful: int = 0
 ) -> float:
     """Seconds until the brain should look at its clock. `lease`: 0 for none."""
+    # An idle leader writes when it ticks, to keep its lease, or to see whether a file, which has
+    # none, has another leader.
+    pause = lease / 4 or LOOK_SECONDS
     if due is None:
-        # An idle leader writes, to keep its lease, when it ticks.
-        return min(config.tick_seconds, lease / 4) if lease else config.tick_seconds
+        return min(config.tick_seconds, pause)
     # Not at once even if overdue: a budget that ran out must not make us spin.
     # And a tick looks at every node in doubt: with thousands of them, ticks come less often.
-    least = max(TICK_SECONDS_MIN, doubtful / LOOKS_PER_SECOND_MAX)
-    least = min(least, lease / 4) if lease else least
-    return min(max(due - now, least), max(config.tick_busy_seconds, least))
+    least = min(max(TICK_SECONDS_MIN, doubtful / LOOKS_PER_SECOND_MAX), pause)
+    return min(max(due - now, least), max(config.tick_busy_seconds, least), pause)
 
 
 async def doze(

@@ -216,4 +216,7 @@ def _write(path: Path, file: TokenFile) -> None:
     fresh = path.with_name(f".{path.name}.new")
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
         out.write(codec.dumps(codec.to_plain(file)) + b"\n")
+        if path.exists() and (there := path.stat()).st_uid != os.geteuid():
+            # Changed by root for a day, it must not shut out the orchestrator, whose file it is.
+            os.fchown(out.fileno(), there.st_uid, there.st_gid)
     fresh.replace(path)

@@ -20,6 +20,7 @@ from keepstep import failpoint, wire
 from keepstep.errors import Transient
 from keepstep.model import Endpoint, Generation, NodeId, Phase, Rank
 from keepstep.page import Mark, Page, page_path
+from keepstep.sealed import store_prefix
 from keepstep.training import checkpoint, recovery, vote
 from keepstep.training.boundary import Boundary
 from keepstep.training.busy import Busy
@@ -462,19 +463,9 @@ class Keeper:
         self, generation: int, text: str, *, corrupt: bool = False, cover: str = ""
     ) -> None:
         """Only about the generation that broke: the next one knows nothing of it."""
-        place = self.place
-        self._link.send(
-            wire.WorkerBroken(
-                place.job,
-                Rank(place.rank),
-                place.incarnation,
-                Generation(generation),
-                self.boundary.step,
-                text,
-                corrupt,
-                cover,
-            )
-        )
+        place, step = self.place, self.boundary.step
+        who = (place.job, Rank(place.rank), place.incarnation, Generation(generation))
+        self._link.send(wire.WorkerBroken(*who, step, text, corrupt, cover))
 
     @property
     def _here(self) -> int:
@@ -510,8 +501,9 @@ class Keeper:
         def overtaken() -> bool:
             return self.inbox.generation != generation
 
+        prefix = store_prefix(secret)
         self.groups.prepare(
-            lambda: connect(store, recovery.STORE_SECONDS_MAX, overtaken), secret, generation
+            lambda: connect(store, recovery.STORE_SECONDS_MAX, overtaken), prefix, generation
         )
 
     def is_leaving(self, quiesce: wire.Quiesce) -> bool:

@@ -21,6 +21,7 @@ from keepstep import sabotage, wire
 from keepstep.errors import ConfigError, NoHome, Permanent
 from keepstep.model import Phase, Rank
 from keepstep.page import Mark
+from keepstep.sealed import store_prefix
 from keepstep.training import checkpoint, halfway
 from keepstep.training.finding import Finding, take_private
 from keepstep.training.movement import agree_on_groups, move_state
@@ -149,7 +150,7 @@ def _form_groups(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     def store() -> dist.Store:
         return connect(reform.membership.store, STORE_SECONDS_MAX, overtaken)
 
-    prefix = reform.membership.secret
+    prefix = store_prefix(reform.membership.secret)
     if not reform.groups_alike:
         meeting = dist.PrefixStore(f"{prefix}/{generation}/log", store())
         agree_on_groups(keeper.groups, meeting, overtaken)

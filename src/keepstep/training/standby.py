@@ -11,6 +11,7 @@ import socket
 import torch.distributed as dist
 
 from keepstep.errors import ConfigError
+from keepstep.sealed import store_prefix
 from keepstep.training import entry
 from keepstep.training.pointed_store import connect
 from keepstep.training.randomness import read_randomness
@@ -43,4 +44,4 @@ def empty_store() -> dist.Store:
 def job_store(place: Place) -> dist.Store:
     """The store of this generation, hosted outside the workers."""
     store = connect(place.store, _STORE_SECONDS_MAX)
-    return dist.PrefixStore(f"{place.secret}/{place.generation}", store)
+    return dist.PrefixStore(f"{store_prefix(place.secret)}/{place.generation}", store)

@@ -5,8 +5,8 @@ bytes per group and generation (measured: 154 + 8 n bytes for each rank), and a 
 generations of many jobs. Who forms groups cannot say when their keys have served. So rank 0 says
 that its generation trains, once a step of it is committed: then nobody is in an older one.
 
-    <secret>/…            all keys of one generation; its secret is its own
-    <secret>/…/keepstep/trains = "<generation> <job>"
+    <prefix>/…            all keys of one generation, by its secret (sealed.store_prefix)
+    <prefix>/…/keepstep/trains = "<generation> <job>"
 
 Kept are the newest two that train. Those of a job that has no page in the room are not: the store's
 node has a seat in every generation that meets there, and a Stop removes its page (agent/room.py).
@@ -44,15 +44,15 @@ def read_mark(value: bytes) -> Trained | None:
 
 
 def served(trained: Mapping[str, Trained], here: Collection[str]) -> set[str]:
-    """The secrets of generations whose keys nobody needs. `here`: jobs with a page in the room."""
+    """The prefixes of generations whose keys nobody needs. `here`: jobs with a page in the room."""
     by_job: dict[str, list[tuple[int, str]]] = {}
-    for secret, whose in trained.items():
-        by_job.setdefault(whose.job, []).append((whose.generation, secret))
+    for prefix, whose in trained.items():
+        by_job.setdefault(whose.job, []).append((whose.generation, prefix))
     found: set[str] = set()
     for job, generations in by_job.items():
         kept = GENERATIONS_KEPT if job in here else 0
         older = sorted(generations)[: max(0, len(generations) - kept)]
-        found |= {secret for _, secret in older}
+        found |= {prefix for _, prefix in older}
     return found
 
 
@@ -74,16 +74,16 @@ class Sweep:
             return 0
         keys: list[str] = self._store.list_keys()
         trained = self._trained(keys)
-        secrets = {_secret(key) for key in keys}
-        self._first_seen = {secret: self._first_seen.get(secret, now) for secret in secrets}
+        prefixes = {_prefix(key) for key in keys}
+        self._first_seen = {prefix: self._first_seen.get(prefix, now) for prefix in prefixes}
         gone = served(trained, here)
         if not here:
             old = now - UNTRAINED_SECONDS
-            gone |= {secret for secret, seen in self._first_seen.items() if seen <= old}
-        removed = [key for key in keys if _secret(key) in gone]
+            gone |= {prefix for prefix, seen in self._first_seen.items() if seen <= old}
+        removed = [key for key in keys if _prefix(key) in gone]
         for key in removed:
             self._store.delete_key(key)
-        self._jobs = {whose.job for secret, whose in trained.items() if secret not in gone}
+        self._jobs = {whose.job for prefix, whose in trained.items() if prefix not in gone}
         self._count = self._store.num_keys()
         return len(removed)
 
@@ -93,12 +93,12 @@ class Sweep:
             if key.endswith(TRAINS):
                 whose = read_mark(self._store.get(key))
                 if whose is not None:
-                    found[_secret(key)] = whose
+                    found[_prefix(key)] = whose
         return found
 
     def _here(self) -> set[str]:
         return {path.parent.name for path in self._room.glob("*/seat-*.page")}
 
 
-def _secret(key: str) -> str:
+def _prefix(key: str) -> str:
     return key.lstrip("/").partition("/")[0]
