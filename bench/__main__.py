@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench import agreement, campaign, page, record, tables
+from bench import agreement, campaign, page, readme, record, tables
 from bench.plan import BATCH
 from bench.scenario import names
 from keepstep.errors import KeepstepError
@@ -104,7 +104,7 @@ def _table(args: argparse.Namespace) -> int:
         return 0
     names_ = [f"bench/results/{path.name}" for path in files]
     text = args.write.read_text(encoding="utf-8")
-    whole = tables.replaced(text, tables.markdown(results, names_))
+    whole = readme.replaced(text, readme.markdown(results, names_))
     args.write.write_text(whole, encoding="utf-8")
     return 0
 
@@ -114,7 +114,7 @@ def fit_files() -> list[Path]:
     found = []
     for path in sorted(record.RESULTS.glob("*.json.gz")):
         if path.name.startswith(("run-", "matrix-")):
-            why = tables.why_unfit(record.read(path))
+            why = readme.why_unfit(record.read(path))
             found += [] if why else [path]
             if why:
                 print(f"{path.name}: left out: {why}", file=sys.stderr)

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench import intervals, page, record, rig, scenario, tables
 from bench import launch as launching
-from bench import page, record, rig, scenario, tables
 from bench.arms.arm import ROOT, Arm, load
 from bench.harness import Limits, Run
 from bench.plan import Plan
@@ -145,8 +145,8 @@ def best_of(swept: Mapping[str, Any]) -> list[str]:
     """One of each way to save, the better one first. What was disturbed is better than nothing."""
     both = [tables.groups([swept], times) for times in (tables.Times.QUIET, tables.Times.ALL)]
     found, everything = ([group for group in some if group.arm != "bare"] for some in both)
-    mine, _ = tables.best_intervals(found, everything)
-    costs = {group.arm: tables.cost(group) for group in everything}
+    mine, _ = intervals.best_intervals(found, everything)
+    costs = {group.arm: intervals.cost(group) for group in everything}
     return sorted((group.arm for group in mine), key=lambda arm: costs[arm])
 
 

@@ -1,0 +1,85 @@
+"""The README's tables, out of raw results, and which raw results are fit for them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench import intervals
+from bench.tables import MEASURE, UNQUIET, Times, cells, groups, spoken
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+COLUMNS = (
+    *("arm", "done", "strikes", "to_bare", "goodput", "pause"),
+    *("again_share", "lost_share", "same", "start", "memory"),
+)
+HEADS = {
+    "arm": "system",
+    "done": "runs completed (quiet)",
+    "strikes": "strikes met",
+    "to_bare": "time, by the bare engine without faults",
+    "goodput": "samples in the model per second, by the bare engine",
+    "pause": "pause p50 / p95 / max, s",
+    "again_share": "finished steps computed again",
+    "lost_share": "samples lost",
+    "same": "weights equal those of the bare engine",
+    "start": "start, s",
+    "memory": "memory, GiB",
+}
+TIMES = ("to_bare", "goodput", "pause")
+
+
+def why_unfit(result: Mapping[str, Any]) -> str:
+    """Why a raw result is no part of the README's table; "" if it is. Never how it came out."""
+    if result["short"]:
+        return "short runs"
+    if result.get("measure") != MEASURE:
+        return "its figures mean something else"
+    if "+changes" in result["commit"]:
+        return "made from a tree that is in no commit"
+    return ""
+
+
+def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> str:
+    """The README's tables; each names its raw files, and says if runs were short."""
+    found, everything = groups(results, Times.QUIET), groups(results)
+    parts = []
+    for scenario, workload in dict.fromkeys((g.scenario, g.workload) for g in found):
+        mine, swept = intervals.best_intervals(
+            [g for g in found if (g.scenario, g.workload) == (scenario, workload)],
+            [g for g in everything if (g.scenario, g.workload) == (scenario, workload)],
+        )
+        heads = [HEADS[name] for name in COLUMNS]
+        lines = [f"**{scenario}**, {spoken(workload)}:", ""]
+        lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+        for group in mine:
+            if group.refused:
+                rest = " |" * (len(COLUMNS) - 2)
+                lines.append(f"| {group.arm} | not run: {group.refused} |{rest}")
+                continue
+            row = cells(group)
+            row["done"] += f" ({group.quiet})"
+            if not group.quiet:
+                row |= dict.fromkeys(TIMES, UNQUIET)
+            lines.append("| " + " | ".join(row[name] for name in COLUMNS) + " |")
+        notes = [f"{g.arm}: {note}." for g in mine for note in g.notes]
+        notes += [f"{swept}."] if swept else []
+        lines += ["", " ".join(notes)] if notes else []
+        parts.append("\n".join(lines))
+    files = ", ".join(f"`{name}`" for name in sources)
+    told = f"Raw results: {files}; made by `python -m bench table`."
+    if any(UNQUIET in part for part in parts):
+        told += (
+            f" {UNQUIET.capitalize()}: others used the machine meanwhile, it was faster or slower"
+            " than for every bare run, or nobody looked. Only quiet runs tell times."
+        )
+    return "\n\n".join([*parts, told])
+
+
+def replaced(text: str, table: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
+    """A document with what is between the markers replaced."""
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not begin or not end:
+        raise ValueError(f"no {marks[0]} … {marks[1]} in it")
+    return f"{before}{begin}\n{table}\n{end}{after}"
