@@ -9,6 +9,7 @@ were disturbed are run again at the end, with a bare run beside them.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import subprocess
@@ -142,12 +143,16 @@ def filled(arms: str, best: Sequence[str]) -> str:
 
 
 def best_of(swept: Mapping[str, Any]) -> list[str]:
-    """One of each way to save, the better one first. What was disturbed is better than nothing."""
-    both = [tables.groups([swept], times) for times in (tables.Times.QUIET, tables.Times.ALL)]
-    found, everything = ([group for group in some if group.arm != "bare"] for some in both)
-    mine, _ = intervals.best_intervals(found, everything)
-    costs = {group.arm: intervals.cost(group) for group in everything}
-    return sorted((group.arm for group in mine), key=lambda arm: costs[arm])
+    """One of each way to save, the better one first. What was disturbed is better than nothing, and
+    where none came to its end, the usual one is as good as any."""
+    (case,) = swept["cases"]
+    key = case["scenario"], tables.workload_name(swept, case)
+    found = []
+    for usual in RESTARTS.split(","):
+        sweep = intervals.sweep_of([swept], key, intervals.family_of(usual))
+        found.append(sweep.best if sweep is not None else usual)
+    costs = {group.arm: intervals.cost(group) for group in tables.groups([swept])}
+    return sorted(found, key=lambda arm: costs.get(arm, (True, math.inf)))
 
 
 def with_bare(arms: str) -> list[str]:

@@ -42,13 +42,15 @@ def why_unfit(result: Mapping[str, Any]) -> str:
 
 def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> str:
     """The README's tables; each names its raw files, and says if runs were short."""
-    found, everything = groups(results, Times.QUIET), groups(results)
-    parts = []
+    found, parts = groups(results, Times.QUIET), []
     for scenario, workload in dict.fromkeys((g.scenario, g.workload) for g in found):
-        mine, swept = intervals.best_intervals(
-            [g for g in found if (g.scenario, g.workload) == (scenario, workload)],
-            [g for g in everything if (g.scenario, g.workload) == (scenario, workload)],
-        )
+        every = intervals.choices(results, (scenario, workload))
+        mine = [
+            group
+            for group in found
+            if (group.scenario, group.workload) == (scenario, workload)
+            and intervals.shown(group, every)
+        ]
         heads = [HEADS[name] for name in COLUMNS]
         lines = [f"**{scenario}**, {spoken(workload)}:", ""]
         lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
@@ -63,7 +65,7 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
                 row |= dict.fromkeys(TIMES, UNQUIET)
             lines.append("| " + " | ".join(row[name] for name in COLUMNS) + " |")
         notes = [f"{g.arm}: {note}." for g in mine for note in g.notes]
-        notes += [f"{swept}."] if swept else []
+        notes += [f"{'; '.join(choice.told for choice in every.values())}."] if every else []
         lines += ["", " ".join(notes)] if notes else []
         parts.append("\n".join(lines))
     files = ", ".join(f"`{name}`" for name in sources)
