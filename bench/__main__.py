@@ -49,9 +49,10 @@ def options() -> argparse.Namespace:
     _common(matrix)
     matrix.set_defaults(act=campaign.matrix)
 
-    compare = commands.add_parser("compare", help="do two raw results say the same?")
-    compare.add_argument("first", type=Path)
-    compare.add_argument("second", type=Path)
+    compare = commands.add_parser("compare", help="do two machines say the same?")
+    several = "a raw result, or several with commas between them"
+    compare.add_argument("first", type=_files, help=several)
+    compare.add_argument("second", type=_files, help=several)
     compare.set_defaults(act=_compare)
 
     table = commands.add_parser("table", help="tables out of raw results")
@@ -82,18 +83,19 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    first, second = (
-        tables.groups([record.read(path)], tables.Times.QUIET) for path in (args.first, args.second)
-    )
-    both, lines = (first, second), agreement.compared(first, second)
-    disturbed = [sum(group.runs - group.quiet for group in found) for found in both]
+    first, second = ([record.read(path) for path in paths] for paths in (args.first, args.second))
+    agreement.need_same_ground([*first, *second])
+    disturbed = [sum(g.runs - g.quiet for g in tables.groups(side)) for side in (first, second)]
     if any(disturbed):
         print(f"disturbed runs, whose times are left out: {disturbed[0]} and {disturbed[1]}")
-    print("\n".join(lines) or "they have no row in common")
-    code = agreement.verdict(lines)
-    if code == 2:
-        print("nothing could be compared: that is no agreement")
-    return code
+    sides = agreement.side_of(first), agreement.side_of(second)
+    found = agreement.verdict(*sides, one_machine=agreement.one_machine(first, second))
+    print("\n".join(found.lines))
+    return found.code
+
+
+def _files(text: str) -> list[Path]:
+    return [Path(name) for name in text.split(",")]
 
 
 def _table(args: argparse.Namespace) -> int:
