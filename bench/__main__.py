@@ -16,9 +16,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench import agreement, campaign, page, readme, record, tables
-from bench.plan import BATCH
-from bench.scenario import names
+from bench import agreement, campaign, page, readme, record, scenario, tables
+from bench.plan import BATCH, SECONDS, SEED
 from keepstep.errors import KeepstepError
 
 
@@ -37,7 +36,7 @@ def options() -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run scenarios on arms")
-    run.add_argument("scenarios", nargs="+", metavar="SCENARIO", help=", ".join(names()))
+    run.add_argument("scenarios", nargs="+", metavar="SCENARIO", help=", ".join(scenario.names()))
     run.add_argument("--arms", default=campaign.ARMS, help="commas; NAME or NAME:VARIANT")
     run.add_argument("--workload", default="ddp", help="commas; ddp, fsdp, hsdp, zero1")
     run.add_argument("--size", default="3m", help="3m, 10m or 100m parameters")
@@ -73,11 +72,13 @@ def options() -> argparse.Namespace:
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=0, help="default: 3; 1 if short")
     parser.add_argument("--again", type=int, default=campaign.AGAIN, help="for disturbed runs")
-    parser.add_argument("--seconds", type=float, default=0.0, help="fault-free; default: 100")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help=f"fault-free; default: {SECONDS:g}"
+    )
     parser.add_argument("--short", action="store_true", help="about 25 s a run: a try-out")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--batch", type=int, default=BATCH, help=f"default: {BATCH} per rank")
-    parser.add_argument("--seed", type=int, default=1, help="of weights and data")
+    parser.add_argument("--seed", type=int, default=SEED, help="of weights and data")
     parser.add_argument("--hostfile", type=Path, help="NAME [slots=N] per line; over ssh")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the runs' logs here")
 
@@ -113,10 +114,10 @@ def _table(args: argparse.Namespace) -> int:
 
 def fit_files() -> list[Path]:
     """All that there are, by a rule: nobody picks those that came out well."""
-    found = []
+    found, scenarios = [], scenario.shipped()
     for path in sorted(record.RESULTS.glob("*.json.gz")):
         if path.name.startswith(("run-", "matrix-")):
-            why = readme.why_unfit(record.read(path))
+            why = readme.why_unfit(record.read(path), scenarios)
             found += [] if why else [path]
             if why:
                 print(f"{path.name}: left out: {why}", file=sys.stderr)

@@ -25,7 +25,7 @@ from bench import intervals, page, record, rig, scenario, tables
 from bench import launch as launching
 from bench.arms.arm import ROOT, Arm, load
 from bench.harness import Limits, Run
-from bench.plan import Plan
+from bench.plan import SECONDS, Plan
 from keepstep.errors import ConfigError, KeepstepError, Permanent
 
 RESTARTS = "checkpoint_restart:sync@20,checkpoint_restart:async@20"
@@ -35,7 +35,7 @@ SWEEP = ",".join(f"checkpoint_restart:{m}@{n}" for m in ("sync", "async") for n 
 BEST, BEST_SYNC, BEST_ASYNC = "{best}", "{sync}", "{async}"
 """In the matrix: what the sweep of the same workload found. Which interval is the best depends on
 the workload and on the faults, and only the best is a fair opponent."""
-SECONDS, SHORT_SECONDS = 100.0, 25.0
+SHORT_SECONDS = 25.0
 REPEAT = 3
 AGAIN = 1
 """Repetitions more, of the arms whose runs were disturbed."""
@@ -231,14 +231,15 @@ def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> Done:
     path = None
     with rig.scratch("bench") as scratch:
         room = args.keep.resolve() if args.keep is not None else scratch
-        bench = Campaign(args, room, seconds)
+        bench = Campaign(args, room, seconds, jobs)
         try:
             for job in jobs:
                 if not bench.ended:
                     bench.case(job)
+            bench.why = bench.why if bench.ended else ""
         finally:
-            # Whatever ends it: the runs that are complete are kept.
-            if any(case["repetitions"] for case in bench.cases):
+            # Whatever ends it: the runs that are complete are kept, and that one was not.
+            if any(map(is_begun, bench.cases)):
                 path = keep(bench, args, name, time.monotonic() - started)
     if path is None:
         print("nothing was completed", flush=True)
@@ -259,9 +260,22 @@ def keep(bench: Campaign, args: argparse.Namespace, name: str, took_seconds: flo
         "short": bool(args.short),
         "seconds": bench.seconds,
         "took_seconds": round(took_seconds),
-        "cases": [case for case in bench.cases if case["repetitions"]],
+        "asked": asked(bench.jobs, args),
+        "hosts": bench.slots,
+        "ended": bench.why,
+        "cases": [case for case in bench.cases if is_begun(case)],
     }
     return record.keep(f"{name}-short" if args.short else name, kept)
+
+
+def asked(jobs: Sequence[Job], args: argparse.Namespace) -> dict[str, Any]:
+    """What the command was told to do: what is not there afterwards was left out by somebody."""
+    told = {name: getattr(args, name) for name in ("seed", "ranks", "batch", "again")}
+    return {**told, "seconds": seconds_of(args), "jobs": [asdict(job) for job in jobs]}
+
+
+def is_begun(case: Mapping[str, Any]) -> bool:
+    return bool(case["repetitions"] or case["interrupted"])
 
 
 def page_of(raw: Path) -> Path:
@@ -274,12 +288,18 @@ def page_of(raw: Path) -> Path:
 class Campaign:
     """What the runs of one command share."""
 
-    def __init__(self, args: argparse.Namespace, room: Path, seconds: float) -> None:
-        self.room, self.seconds = room, seconds
+    def __init__(
+        self, args: argparse.Namespace, room: Path, seconds: float, jobs: Sequence[Job] = ()
+    ) -> None:
+        self.room, self.seconds, self.jobs = room, seconds, jobs
         self.ended = 0
         """Before its time: how, as an exit."""
+        self.why = "an error of its own"
+        """And why. Who comes to the end says that nothing was."""
         self._args = args
         self._hosts = hosts_of(args)
+        self.slots = [host.slots for host in self._hosts]
+        """Of each host of a hostfile. Their names are nobody's business."""
         self._launch: launching.Launch = (
             launching.Ssh(str(ROOT), self._hosts) if self._hosts else launching.Local()
         )
@@ -299,9 +319,11 @@ class Campaign:
             "scenario": told.name,
             "title": told.title,
             "why": told.why,
+            "scenario_digest": told.digest,
             "tuned_for": job.tuned_for,
             "refused": refused,
             "repetitions": [],
+            "interrupted": [],
         }
         self.cases.append(case)
         try:
@@ -329,7 +351,11 @@ class Campaign:
         runs: list[dict[str, Any]] = []
         chance = random.Random(f"{plan.seed}/{told.name}/{plan.parallel}/{number}")
         for spec in chance.sample(specs, len(specs)):
+            # Whatever ends it, that it was begun is kept: a run that looks bad is not ended unseen.
+            stub = {"spec": spec, "arm": load(spec).name, "repetition": number}
+            case["interrupted"].append({**stub, "outcome": "interrupted"})
             one = self._run(spec, told, plan, str(number))
+            case["interrupted"].pop()
             if not runs:
                 case["repetitions"].append(runs)
             runs.append(one)
@@ -344,7 +370,7 @@ class Campaign:
                 return path
 
     def _end(self, code: int, why: str) -> None:
-        self.ended = code
+        self.ended, self.why = code, why
         print(f"\nended: {why}; the runs that are complete, if any, are kept", flush=True)
 
     def _settle(self, plan: Plan) -> tuple[int, float]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench import intervals
+from bench.plan import SECONDS, SEED
 from bench.tables import MEASURE, UNQUIET, Times, cells, groups, spoken
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -29,14 +30,29 @@ HEADS = {
 TIMES = ("to_bare", "goodput", "pause")
 
 
-def why_unfit(result: Mapping[str, Any]) -> str:
-    """Why a raw result is no part of the README's table; "" if it is. Never how it came out."""
+def why_unfit(result: Mapping[str, Any], shipped: Mapping[str, str]) -> str:
+    """Why a raw result is no part of the README's table; "" if it is. Never how it came out, and
+    neither whether somebody ended it: then one could end what looks bad.
+
+    `shipped`: the digests of the scenarios that ship. What older results do not tell is taken to be
+    as usual.
+    """
     if result["short"]:
         return "short runs"
     if result.get("measure") != MEASURE:
         return "its figures mean something else"
     if "+changes" in result["commit"]:
         return "made from a tree that is in no commit"
+    if result["seconds"] != SECONDS:
+        return f"runs of {result['seconds']:g} s instead of {SECONDS:g}"
+    if result.get("hosts"):
+        return "made on several hosts"
+    for case in result["cases"]:
+        name, digest = case["scenario"], case.get("scenario_digest")
+        if digest is not None and digest != shipped.get(name):
+            return f"{name} is not the scenario that ships under this name"
+        if case["plan"].get("seed", SEED) != SEED:
+            return f"seed {case['plan']['seed']} instead of {SEED}"
     return ""
 
 
@@ -61,21 +77,38 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
                 continue
             row = cells(group)
             row["done"] += f" ({group.quiet})"
-            if not group.quiet:
+            if group.runs and not group.quiet:
                 row |= dict.fromkeys(TIMES, UNQUIET)
             lines.append("| " + " | ".join(row[name] for name in COLUMNS) + " |")
         notes = [f"{g.arm}: {note}." for g in mine for note in g.notes]
         notes += [f"{'; '.join(choice.told for choice in every.values())}."] if every else []
         lines += ["", " ".join(notes)] if notes else []
         parts.append("\n".join(lines))
-    files = ", ".join(f"`{name}`" for name in sources)
-    told = f"Raw results: {files}; made by `python -m bench table`."
+    files = ", ".join(
+        f"`{name}`{' (ended before its time)' if result.get('ended') else ''}"
+        for name, result in zip(sources, results, strict=True)
+    )
+    told = f"Raw results: {files}; made by `python -m bench table`. {_machines(results)}"
+    told += (
+        " Starts are those of completed runs, and nobody knows whether the machine was quiet then."
+    )
     if any(UNQUIET in part for part in parts):
         told += (
             f" {UNQUIET.capitalize()}: others used the machine meanwhile, it was faster or slower"
             " than for every bare run, or nobody looked. Only quiet runs tell times."
         )
     return "\n\n".join([*parts, told])
+
+
+def _machines(results: Sequence[Mapping[str, Any]]) -> str:
+    """Which they are from, as far as a machine knows itself: one that is rebooted is the same."""
+    files: dict[str, int] = {}
+    for result in results:
+        one = result["machine"]
+        name = f"{one['cores']} cores of {one['cpu']}, {one['memory']}, kernel {one['kernel']}"
+        files[name] = files.get(name, 0) + 1
+    told = [f"{name} ({many} {'file' if many == 1 else 'files'})" for name, many in files.items()]
+    return f"Machines that can be told apart ({len(files)}): {'; '.join(told)}."
 
 
 def replaced(text: str, table: str, marks: tuple[str, str] = (BEGIN, END)) -> str:

@@ -18,6 +18,7 @@ Kinds: kill (SIGKILL), hang (SIGSTOP; an operator kills it later), slow (stopped
 
 from __future__ import annotations
 
+import hashlib
 import random
 import tomllib
 from collections.abc import Mapping
@@ -56,10 +57,17 @@ class Scenario:
     """A stopped process that nobody replaced is killed after this long, in every arm."""
     slow_seconds: float = 60.0
     stopped_share: float = 0.5
+    digest: str = ""
+    """Of the file, byte by byte: two may have one name."""
 
 
 def names() -> list[str]:
     return sorted(path.stem for path in DIRECTORY.glob("*.toml"))
+
+
+def shipped() -> dict[str, str]:
+    """The digests of the scenarios that ship, by name."""
+    return {name: read(name).digest for name in names()}
 
 
 def read(name: str) -> Scenario:
@@ -92,6 +100,7 @@ def parse(name: str, text: str) -> Scenario:
         float(hang.get("operator_seconds", 45.0)),
         float(slow.get("seconds", 60.0)),
         float(slow.get("stopped_share", 0.5)),
+        digest=hashlib.sha256(text.encode()).hexdigest(),
     )
     if not 0.0 < made.stopped_share < 1.0:
         raise ConfigError(f"scenario {name}: stopped_share lies between 0 and 1")

@@ -94,6 +94,7 @@ class Group:
     memory_gib: Spread | None
     moved_gib: Spread | None
     start_seconds: Spread | None
+    """Of the runs that were completed: one that failed may have failed at its start."""
     strikes: Spread | None
     """Per run: those that hit somebody."""
     again_share: Spread | None
@@ -144,19 +145,22 @@ def groups(results: Sequence[Mapping[str, Any]], times: Times = Times.ALL) -> li
     """
     rows: dict[tuple[str, str, str], list[Pair]] = {}
     refused: dict[tuple[str, str, str], str] = {}
-    cases: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    cases: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for result in results:
         for case in result["cases"]:
             workload = workload_name(result, case)
             for run, bare in pairs_of(case):
                 key = (case["scenario"], workload, run["arm"])
                 rows.setdefault(key, []).append((run, bare))
-                cases[key] = case
+            for arm in dict.fromkeys(run["arm"] for run in notes.begun(case)):
+                key = (case["scenario"], workload, arm)
+                rows.setdefault(key, [])
+                cases.setdefault(key, []).append(case)
             for arm, why in case["refused"].items():
                 refused[case["scenario"], workload, arm] = why
     found = [_group(key, pairs, times, cases[key]) for key, pairs in rows.items()]
     found += [
-        replace(_group(key, (), times, {}), refused=why)
+        replace(_group(key, (), times, ()), refused=why)
         for key, why in refused.items()
         if key not in rows
     ]
@@ -237,7 +241,10 @@ def apart(results: Sequence[Mapping[str, Any]]) -> list[Group]:
 
 
 def _group(
-    key: tuple[str, str, str], pairs: Sequence[Pair], times: Times, case: Mapping[str, Any]
+    key: tuple[str, str, str],
+    pairs: Sequence[Pair],
+    times: Times,
+    cases: Sequence[Mapping[str, Any]],
 ) -> Group:
     runs = [run for run, _ in pairs]
     bad = [run["outcome"] for run in runs if run["outcome"] != "completed"]
@@ -271,14 +278,14 @@ def _group(
         next((word for word in ("no", "-", "yes") if word in same), "-"),
         spread(run["memory_bytes_max"] / 2**30 for run in runs),
         spread(run["moved_bytes"] / 2**30 for run in runs),
-        spread(run["start_seconds"] for run in runs),
+        spread(run["start_seconds"] for run in runs if is_done(run)),
         spread(sum(1 for s in run["strikes"] if s["pid"]) for run in runs),
         spread(t["recomputed"] / t["steps"] for t in done),
         spread(t["lost"] / t["samples"] for t in done),
         len(quiet),
         spread(run.get("others_share") for run in runs),
         spread(slower(run, bare) for run, bare in pairs),
-        tuple(notes.of(runs, case)),
+        tuple(notes.of(key[2], runs, cases)),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import campaign, notes, page, readme, record, tables
+from bench import campaign, notes, page, readme, record, scenario, tables
 from bench.plan import BATCH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +52,7 @@ def a_result(*repetitions, refused=None, short=False):
         "machine": {"cpu": "c", "cores": 2, "memory": "m", "kernel": "k", "load": [1.0, 1.0, 1.0]},
         "versions": {"torch": "2.13.0"},
         "short": short,
+        "seconds": 100.0,
         "cases": [
             {
                 "scenario": "single_kill",
@@ -258,9 +259,59 @@ def test_strikes_that_somebody_was_too_fast_for_are_told():
 
 def test_which_results_the_readme_tells_is_decided_by_a_rule():
     fit = {**a_result(), "measure": tables.MEASURE}
-    assert readme.why_unfit(fit) == ""
-    for other in ({"short": True}, {"measure": None}, {"commit": "0" * 40 + "+changes"}):
-        assert readme.why_unfit({**fit, **other})
+    ours = scenario.shipped()
+    assert readme.why_unfit(fit, ours) == "", "older ones do not tell what they were asked"
+    for other in (
+        {"short": True},
+        {"measure": None},
+        {"commit": "0" * 40 + "+changes"},
+        {"seconds": 40.0},
+        {"hosts": [2, 2, 2]},
+    ):
+        assert readme.why_unfit({**fit, **other}, ours)
+    assert readme.why_unfit({**fit, "hosts": [], "ended": "interrupted"}, ours) == ""
+    for name, value, why in (
+        ("scenario_digest", ours["single_kill"], ""),
+        ("scenario_digest", ours["kills"], "not the scenario that ships"),
+        ("plan", fit["cases"][0]["plan"] | {"seed": 2}, "seed 2 instead of 1"),
+    ):
+        case = {**fit["cases"][0], name: value}
+        told = readme.why_unfit({**fit, "cases": [case]}, ours)
+        assert why in told
+        assert bool(why) == bool(told)
+
+
+def test_a_run_that_somebody_ended_is_told_and_is_no_failure():
+    result = a_result((a_run("bare", 10.0), a_run("x", 12.0)))
+    result["ended"] = "interrupted"
+    result["cases"][0]["interrupted"] = [{"arm": arm, "outcome": "interrupted"} for arm in "xxy"]
+    text = readme.markdown([result], ["f"])
+    assert "`f` (ended before its time)" in text
+    assert "x: 2 runs were interrupted." in text
+    assert readme_row(text, "x")["done"] == "1/1 (1)"
+    assert (readme_row(text, "y")["done"], readme_row(text, "y")["to_bare"]) == ("0/0 (0)", "-")
+    assert "y: 1 run was interrupted" in page.page(result, "f")
+    alone = {**result["cases"][0], "repetitions": []}
+    assert "Ended before its time: interrupted" in page.page({**result, "cases": [alone]}, "f")
+
+
+def test_a_run_that_failed_at_its_start_does_not_make_starts_longer():
+    failed = {**a_run("x", None), "start_seconds": 180.0}
+    found = row(
+        a_result((a_run("bare", 10.0), a_run("x", 12.0)), (a_run("bare", 10.0), failed)), "x"
+    )
+    assert (found.start_seconds.middle, found.start_seconds.many) == (5.0, 1)
+
+
+def test_the_readme_names_the_machines_and_that_nobody_knows_how_quiet_a_start_was():
+    first, second = (a_result((a_run("bare", 10.0), a_run("x", 12.0))) for _ in range(2))
+    second["machine"] = second["machine"] | {"kernel": "k2"}
+    text = readme.markdown([first, first, second], ["f", "g", "h"])
+    assert (
+        "told apart (2): 2 cores of c, m, kernel k (2 files); 2 cores of c, m, kernel k2 (1 file)."
+        in text
+    )
+    assert "nobody knows whether the machine was quiet then" in text
 
 
 def test_the_matrix_goes_on_with_what_its_sweep_found():
