@@ -23,6 +23,7 @@ from typing import Any
 
 from bench import intervals, page, record, rig, scenario, tables
 from bench import launch as launching
+from bench.arms import torchft
 from bench.arms.arm import ROOT, Arm, load
 from bench.harness import Limits, Run
 from bench.plan import SECONDS, Plan
@@ -106,9 +107,8 @@ def matrix(args: argparse.Namespace) -> int:
             )
             all_jobs.append(job)
             if args.list:
-                able = ", ".join(arm for arm in job.arms if not refusal(job, arm, args))
-                tuned = f" (interval tuned for {job.tuned_for})" if job.tuned_for else ""
-                print(f"{job.scenario}, {job.workload} {job.size}, {job.repeat}x: {able}{tuned}")
+                able = [arm for arm in job.arms if not refusal(job, arm, args)]
+                print(line_of(job, able))
                 continue
             # A file for each: a night's work is not lost with its last run.
             done = carry_out([job], args, "matrix")
@@ -121,6 +121,17 @@ def matrix(args: argparse.Namespace) -> int:
         print("checkpoint_restart after its sweep: @20 stands for what that finds")
         print(f"about {estimate(all_jobs, args) / 3600:.1f} hours, if the machine is quiet")
     return worst
+
+
+def line_of(job: Job, able: Sequence[str]) -> str:
+    """What the matrix would run, and what was tuned elsewhere."""
+    what = (job.scenario, job.workload, job.size)
+    tuned = [f"interval tuned for {job.tuned_for}"] if job.tuned_for else []
+    tuned += [
+        f"{arm} tuned for {where}" for arm in able if (where := torchft.tuned_for(arm, *what))
+    ]
+    told = f" ({'; '.join(tuned)})" if tuned else ""
+    return f"{job.scenario}, {job.workload} {job.size}, {job.repeat}x: {', '.join(able)}{told}"
 
 
 def tuned_for(scenario: str, workload: str, size: str, arms: str) -> str:
@@ -321,6 +332,11 @@ class Campaign:
             "why": told.why,
             "scenario_digest": told.digest,
             "tuned_for": job.tuned_for,
+            "timeouts_tuned_for": {
+                spec: where
+                for spec in job.arms
+                if (where := torchft.tuned_for(spec, job.scenario, job.workload, job.size))
+            },
             "refused": refused,
             "repetitions": [],
             "interrupted": [],

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.arms import torchft
 from bench.arms.restarts import restarted_with
 
 Run = Mapping[str, Any]
@@ -41,7 +42,16 @@ def of(arm: str, runs: Sequence[Run], cases: Sequence[Mapping[str, Any]]) -> Ite
     if "@" in arm:
         for swept in dict.fromkeys(filter(None, (case.get("tuned_for") for case in cases))):
             yield f"its interval was tuned for {swept}, and not here"
+    for where in dict.fromkeys(timeouts_tuned_for(arm, case) for case in cases):
+        if where:
+            yield f"its timeouts were tuned for {where}, and not here"
     yield from (run["striker_failed"] for run in runs if run.get("striker_failed"))
+
+
+def timeouts_tuned_for(arm: str, case: Mapping[str, Any]) -> str:
+    """Also of older results, which do not tell: it was always the same sweep."""
+    plan = case["plan"]
+    return torchft.tuned_for(arm, case["scenario"], plan["parallel"], plan["size"])
 
 
 def missed_strikes(run: Run) -> int:
