@@ -8,9 +8,13 @@ from types import ModuleType
 import pytest
 
 from bench import campaign, readme, tables
-from bench.arms import checkpoint_restart, torchft
-from bench.arms.arm import load
+from bench.arms import checkpoint_restart, keepstep, torchft
+from bench.arms.arm import environment_of, load
+from bench.launch import MARK
 from bench.plan import Plan
+from keepstep.cli.cluster import SYNCHRONOUS
+from keepstep.config import OrchestratorConfig
+from keepstep.config import load as load_config
 from tests.unit.test_bench_tables import a_result, a_run
 
 
@@ -41,6 +45,16 @@ def test_a_stopped_shard_is_given_up_by_its_partner_as_in_a_restarted_job():
     for name in ("torchft", "torchft:tuned"):
         assert load(name).settings["collective_seconds"] == own
     assert load("torchft:20-5000-1000").settings["collective_seconds"] == 40.0, "after the group's"
+
+
+def test_keepsteps_journal_waits_for_the_disk_where_there_are_several_machines(tmp_path):
+    around = environment_of(Plan(directory=str(tmp_path)))
+    told = keepstep.orchestrators_own(around)
+    assert told[SYNCHRONOUS] == "full"
+    assert MARK in around
+    assert MARK not in told
+    config = load_config(OrchestratorConfig, None, {SYNCHRONOUS: told[SYNCHRONOUS]})
+    assert config.journal_synchronous == "full"
 
 
 def test_timeouts_that_were_tuned_for_something_else_are_labelled():
