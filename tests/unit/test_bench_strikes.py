@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from bench import truth
+from bench.arms.arm import ROOT
 from bench.harness import unsound
-from bench.launch import Host, Local, Ssh
+from bench.launch import Host, Local, Ssh, is_stopped, python_path
 from bench.scenario import Scenario, Strike
 from bench.slowing import NOBODY
 from bench.strikes import Ground, Striker
@@ -127,6 +130,48 @@ def test_a_striker_that_breaks_is_told_and_makes_the_run_say_nothing():
     assert unsound(whole_run, whole) == ""
     assert "strikes ended early" in unsound(whole_run, torn)
     assert "only 0 steps are finished" in unsound(done, whole)
+
+
+def test_who_hangs_is_not_slowed_down_and_so_not_woken():
+    """The helper beside a victim stops it and wakes it, twenty times a second."""
+    launch = Scripted(True, True, 0)
+    striker = Striker(
+        replace(SCENARIO, operator_seconds=60.0),
+        [Strike(0.0, "hang", 1), Strike(0.05, "slow", 1)],
+        Drained(),  # type: ignore[arg-type]
+        Ground(
+            launch,  # type: ignore[arg-type]
+            lambda rank: Start(rank, 4711, "h1", 0.0),
+            Path("slowing.log"),
+        ),
+    )
+    striker.begin(launch.now())
+    deadline = time.monotonic() + 10.0
+    while len(striker.done) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    striker.stop()
+    assert launch.sent == [0, signal.SIGSTOP, 0]
+    assert launch.answers == [0], "no helper was started"
+    assert [(done["kind"], done["pid"]) for done in striker.plain()] == [
+        ("hang", 4711),
+        ("slow", 0),
+    ]
+
+
+def test_a_process_that_somebody_else_has_stopped_is_left_stopped():
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        child.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10.0
+        while not is_stopped(child.pid) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        helper = [sys.executable, "-m", "bench.slowing", str(child.pid), "0.2", "0.5"]
+        around = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+        assert subprocess.run(helper, env=around, timeout=30.0).returncode == NOBODY
+        assert is_stopped(child.pid)
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_the_next_strike_does_not_wait_for_a_slow_rank():
