@@ -126,7 +126,7 @@ def compared(
 
 def _side(results: Sequence[dict[str, Any]]) -> dict[agreement.Row, agreement.Known]:
     valid, invalid = gathered(results), gathered(results, valid=False)
-    found = {}
+    found: dict[agreement.Row, agreement.Known] = {}
     for workload, arm in sorted(valid.keys() | invalid.keys()):
         turns = valid.get((workload, arm))
         family, _, steps = arm.partition("@")
