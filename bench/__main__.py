@@ -16,9 +16,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench import agreement, campaign, page, record, tables
-from bench.plan import BATCH
-from bench.scenario import names
+from bench import agreement, campaign, page, readme, record, scenario, tables
+from bench.plan import BATCH, SECONDS, SEED
 from keepstep.errors import KeepstepError
 
 
@@ -37,7 +36,7 @@ def options() -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run scenarios on arms")
-    run.add_argument("scenarios", nargs="+", metavar="SCENARIO", help=", ".join(names()))
+    run.add_argument("scenarios", nargs="+", metavar="SCENARIO", help=", ".join(scenario.names()))
     run.add_argument("--arms", default=campaign.ARMS, help="commas; NAME or NAME:VARIANT")
     run.add_argument("--workload", default="ddp", help="commas; ddp, fsdp, hsdp, zero1")
     run.add_argument("--size", default="3m", help="3m, 10m or 100m parameters")
@@ -49,9 +48,10 @@ def options() -> argparse.Namespace:
     _common(matrix)
     matrix.set_defaults(act=campaign.matrix)
 
-    compare = commands.add_parser("compare", help="do two raw results say the same?")
-    compare.add_argument("first", type=Path)
-    compare.add_argument("second", type=Path)
+    compare = commands.add_parser("compare", help="do two machines say the same?")
+    several = "a raw result, or several with commas between them"
+    compare.add_argument("first", type=_files, help=several)
+    compare.add_argument("second", type=_files, help=several)
     compare.set_defaults(act=_compare)
 
     table = commands.add_parser("table", help="tables out of raw results")
@@ -72,28 +72,31 @@ def options() -> argparse.Namespace:
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=0, help="default: 3; 1 if short")
     parser.add_argument("--again", type=int, default=campaign.AGAIN, help="for disturbed runs")
-    parser.add_argument("--seconds", type=float, default=0.0, help="fault-free; default: 100")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help=f"fault-free; default: {SECONDS:g}"
+    )
     parser.add_argument("--short", action="store_true", help="about 25 s a run: a try-out")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--batch", type=int, default=BATCH, help=f"default: {BATCH} per rank")
-    parser.add_argument("--seed", type=int, default=1, help="of weights and data")
+    parser.add_argument("--seed", type=int, default=SEED, help="of weights and data")
     parser.add_argument("--hostfile", type=Path, help="NAME [slots=N] per line; over ssh")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the runs' logs here")
 
 
 def _compare(args: argparse.Namespace) -> int:
-    first, second = (
-        tables.groups([record.read(path)], tables.Times.QUIET) for path in (args.first, args.second)
-    )
-    both, lines = (first, second), agreement.compared(first, second)
-    disturbed = [sum(group.runs - group.quiet for group in found) for found in both]
+    first, second = ([record.read(path) for path in paths] for paths in (args.first, args.second))
+    agreement.need_same_ground([*first, *second])
+    disturbed = [sum(g.runs - g.quiet for g in tables.groups(side)) for side in (first, second)]
     if any(disturbed):
         print(f"disturbed runs, whose times are left out: {disturbed[0]} and {disturbed[1]}")
-    print("\n".join(lines) or "they have no row in common")
-    code = agreement.verdict(lines)
-    if code == 2:
-        print("nothing could be compared: that is no agreement")
-    return code
+    sides = agreement.side_of(first), agreement.side_of(second)
+    found = agreement.verdict(*sides, one_machine=agreement.one_machine(first, second))
+    print("\n".join(found.lines))
+    return found.code
+
+
+def _files(text: str) -> list[Path]:
+    return [Path(name) for name in text.split(",")]
 
 
 def _table(args: argparse.Namespace) -> int:
@@ -104,17 +107,17 @@ def _table(args: argparse.Namespace) -> int:
         return 0
     names_ = [f"bench/results/{path.name}" for path in files]
     text = args.write.read_text(encoding="utf-8")
-    whole = tables.replaced(text, tables.markdown(results, names_))
+    whole = readme.replaced(text, readme.markdown(results, names_))
     args.write.write_text(whole, encoding="utf-8")
     return 0
 
 
 def fit_files() -> list[Path]:
     """All that there are, by a rule: nobody picks those that came out well."""
-    found = []
+    found, scenarios = [], scenario.shipped()
     for path in sorted(record.RESULTS.glob("*.json.gz")):
         if path.name.startswith(("run-", "matrix-")):
-            why = tables.why_unfit(record.read(path))
+            why = readme.why_unfit(record.read(path), scenarios)
             found += [] if why else [path]
             if why:
                 print(f"{path.name}: left out: {why}", file=sys.stderr)

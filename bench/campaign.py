@@ -9,6 +9,7 @@ were disturbed are run again at the end, with a bare run beside them.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import subprocess
@@ -20,11 +21,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench import intervals, page, record, rig, scenario, tables
 from bench import launch as launching
-from bench import page, record, rig, scenario, tables
+from bench.arms import torchft
 from bench.arms.arm import ROOT, Arm, load
 from bench.harness import Limits, Run
-from bench.plan import Plan
+from bench.plan import SECONDS, Plan
 from keepstep.errors import ConfigError, KeepstepError, Permanent
 
 RESTARTS = "checkpoint_restart:sync@20,checkpoint_restart:async@20"
@@ -34,7 +36,7 @@ SWEEP = ",".join(f"checkpoint_restart:{m}@{n}" for m in ("sync", "async") for n 
 BEST, BEST_SYNC, BEST_ASYNC = "{best}", "{sync}", "{async}"
 """In the matrix: what the sweep of the same workload found. Which interval is the best depends on
 the workload and on the faults, and only the best is a fair opponent."""
-SECONDS, SHORT_SECONDS = 100.0, 25.0
+SHORT_SECONDS = 25.0
 REPEAT = 3
 AGAIN = 1
 """Repetitions more, of the arms whose runs were disturbed."""
@@ -105,9 +107,8 @@ def matrix(args: argparse.Namespace) -> int:
             )
             all_jobs.append(job)
             if args.list:
-                able = ", ".join(arm for arm in job.arms if not refusal(job, arm, args))
-                tuned = f" (interval tuned for {job.tuned_for})" if job.tuned_for else ""
-                print(f"{job.scenario}, {job.workload} {job.size}, {job.repeat}x: {able}{tuned}")
+                able = [arm for arm in job.arms if not refusal(job, arm, args)]
+                print(line_of(job, able))
                 continue
             # A file for each: a night's work is not lost with its last run.
             done = carry_out([job], args, "matrix")
@@ -120,6 +121,17 @@ def matrix(args: argparse.Namespace) -> int:
         print("checkpoint_restart after its sweep: @20 stands for what that finds")
         print(f"about {estimate(all_jobs, args) / 3600:.1f} hours, if the machine is quiet")
     return worst
+
+
+def line_of(job: Job, able: Sequence[str]) -> str:
+    """What the matrix would run, and what was tuned elsewhere."""
+    what = (job.scenario, job.workload, job.size)
+    tuned = [f"interval tuned for {job.tuned_for}"] if job.tuned_for else []
+    tuned += [
+        f"{arm} tuned for {where}" for arm in able if (where := torchft.tuned_for(arm, *what))
+    ]
+    told = f" ({'; '.join(tuned)})" if tuned else ""
+    return f"{job.scenario}, {job.workload} {job.size}, {job.repeat}x: {', '.join(able)}{told}"
 
 
 def tuned_for(scenario: str, workload: str, size: str, arms: str) -> str:
@@ -142,12 +154,16 @@ def filled(arms: str, best: Sequence[str]) -> str:
 
 
 def best_of(swept: Mapping[str, Any]) -> list[str]:
-    """One of each way to save, the better one first. What was disturbed is better than nothing."""
-    both = [tables.groups([swept], times) for times in (tables.Times.QUIET, tables.Times.ALL)]
-    found, everything = ([group for group in some if group.arm != "bare"] for some in both)
-    mine, _ = tables.best_intervals(found, everything)
-    costs = {group.arm: tables.cost(group) for group in everything}
-    return sorted((group.arm for group in mine), key=lambda arm: costs[arm])
+    """One of each way to save, the better one first. What was disturbed is better than nothing, and
+    where none came to its end, the usual one is as good as any."""
+    (case,) = swept["cases"]
+    key = case["scenario"], tables.workload_name(swept, case)
+    found = []
+    for usual in RESTARTS.split(","):
+        sweep = intervals.sweep_of([swept], key, intervals.family_of(usual))
+        found.append(sweep.best if sweep is not None else usual)
+    costs = {group.arm: intervals.cost(group) for group in tables.groups([swept])}
+    return sorted(found, key=lambda arm: costs.get(arm, (True, math.inf)))
 
 
 def with_bare(arms: str) -> list[str]:
@@ -226,14 +242,15 @@ def carry_out(jobs: Sequence[Job], args: argparse.Namespace, name: str) -> Done:
     path = None
     with rig.scratch("bench") as scratch:
         room = args.keep.resolve() if args.keep is not None else scratch
-        bench = Campaign(args, room, seconds)
+        bench = Campaign(args, room, seconds, jobs)
         try:
             for job in jobs:
                 if not bench.ended:
                     bench.case(job)
+            bench.why = bench.why if bench.ended else ""
         finally:
-            # Whatever ends it: the runs that are complete are kept.
-            if any(case["repetitions"] for case in bench.cases):
+            # Whatever ends it: the runs that are complete are kept, and that one was not.
+            if any(map(is_begun, bench.cases)):
                 path = keep(bench, args, name, time.monotonic() - started)
     if path is None:
         print("nothing was completed", flush=True)
@@ -254,9 +271,22 @@ def keep(bench: Campaign, args: argparse.Namespace, name: str, took_seconds: flo
         "short": bool(args.short),
         "seconds": bench.seconds,
         "took_seconds": round(took_seconds),
-        "cases": [case for case in bench.cases if case["repetitions"]],
+        "asked": asked(bench.jobs, args),
+        "hosts": bench.slots,
+        "ended": bench.why,
+        "cases": [case for case in bench.cases if is_begun(case)],
     }
     return record.keep(f"{name}-short" if args.short else name, kept)
+
+
+def asked(jobs: Sequence[Job], args: argparse.Namespace) -> dict[str, Any]:
+    """What the command was told to do: what is not there afterwards was left out by somebody."""
+    told = {name: getattr(args, name) for name in ("seed", "ranks", "batch", "again")}
+    return {**told, "seconds": seconds_of(args), "jobs": [asdict(job) for job in jobs]}
+
+
+def is_begun(case: Mapping[str, Any]) -> bool:
+    return bool(case["repetitions"] or case["interrupted"])
 
 
 def page_of(raw: Path) -> Path:
@@ -269,12 +299,18 @@ def page_of(raw: Path) -> Path:
 class Campaign:
     """What the runs of one command share."""
 
-    def __init__(self, args: argparse.Namespace, room: Path, seconds: float) -> None:
-        self.room, self.seconds = room, seconds
+    def __init__(
+        self, args: argparse.Namespace, room: Path, seconds: float, jobs: Sequence[Job] = ()
+    ) -> None:
+        self.room, self.seconds, self.jobs = room, seconds, jobs
         self.ended = 0
         """Before its time: how, as an exit."""
+        self.why = "an error of its own"
+        """And why. Who comes to the end says that nothing was."""
         self._args = args
         self._hosts = hosts_of(args)
+        self.slots = [host.slots for host in self._hosts]
+        """Of each host of a hostfile. Their names are nobody's business."""
         self._launch: launching.Launch = (
             launching.Ssh(str(ROOT), self._hosts) if self._hosts else launching.Local()
         )
@@ -294,9 +330,16 @@ class Campaign:
             "scenario": told.name,
             "title": told.title,
             "why": told.why,
+            "scenario_digest": told.digest,
             "tuned_for": job.tuned_for,
+            "timeouts_tuned_for": {
+                spec: where
+                for spec in job.arms
+                if (where := torchft.tuned_for(spec, job.scenario, job.workload, job.size))
+            },
             "refused": refused,
             "repetitions": [],
+            "interrupted": [],
         }
         self.cases.append(case)
         try:
@@ -324,7 +367,11 @@ class Campaign:
         runs: list[dict[str, Any]] = []
         chance = random.Random(f"{plan.seed}/{told.name}/{plan.parallel}/{number}")
         for spec in chance.sample(specs, len(specs)):
+            # Whatever ends it, that it was begun is kept: a run that looks bad is not ended unseen.
+            stub = {"spec": spec, "arm": load(spec).name, "repetition": number}
+            case["interrupted"].append({**stub, "outcome": "interrupted"})
             one = self._run(spec, told, plan, str(number))
+            case["interrupted"].pop()
             if not runs:
                 case["repetitions"].append(runs)
             runs.append(one)
@@ -339,7 +386,7 @@ class Campaign:
                 return path
 
     def _end(self, code: int, why: str) -> None:
-        self.ended = code
+        self.ended, self.why = code, why
         print(f"\nended: {why}; the runs that are complete, if any, are kept", flush=True)
 
     def _settle(self, plan: Plan) -> tuple[int, float]:

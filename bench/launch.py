@@ -240,10 +240,20 @@ def end_marked(directory: str, seconds_max: float = 10.0) -> int:
 
 def is_zombie(pid: int) -> bool:
     """Dead and not buried, or gone."""
+    return _state_of(pid) in ("Z", "")
+
+
+def is_stopped(pid: int) -> bool:
+    return _state_of(pid) == "T"
+
+
+def _state_of(pid: int) -> str:
+    """ "" if it is gone."""
     try:
-        return b") Z " in Path(f"/proc/{pid}/stat").read_bytes()
+        # The name in it may hold anything, brackets too.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return ""
 
 
 if __name__ == "__main__":

@@ -9,13 +9,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.arms import torchft
 from bench.arms.restarts import restarted_with
 
 Run = Mapping[str, Any]
 
 
-def of(runs: Sequence[Run], case: Mapping[str, Any]) -> Iterator[str]:
-    """Of one arm's runs in one case."""
+def begun(case: Mapping[str, Any]) -> Iterator[Run]:
+    """All of its runs, also those that somebody or something ended: of these nothing is known."""
+    for runs in case["repetitions"]:
+        yield from runs
+    yield from case.get("interrupted", ())
+
+
+def of(arm: str, runs: Sequence[Run], cases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of one arm's runs, and of the cases that they are of: all with one workload."""
+    ended = sum(run["arm"] == arm for case in cases for run in case.get("interrupted", ()))
+    if ended:
+        yield f"{ended} {'run was' if ended == 1 else 'runs were'} interrupted"
     differ = sum(run["truth"]["disagreements"] for run in runs)
     if differ:
         yield f"ranks saw different gradients in {differ} steps"
@@ -25,12 +36,22 @@ def of(runs: Sequence[Run], case: Mapping[str, Any]) -> Iterator[str]:
     missed = sum(map(missed_strikes, runs))
     if missed:
         yield f"it was through before {missed} strikes that others met"
-    deaths = sum(unmeant_starts(run, case["plan"]) for run in runs)
+    deaths = sum(unmeant_starts(run, cases[0]["plan"]) for run in runs)
     if deaths:
         yield f"ranks were started {deaths} times more than strikes explain"
-    if case.get("tuned_for") and any("@" in run["arm"] for run in runs):
-        yield f"its interval was tuned for {case['tuned_for']}, and not here"
+    if "@" in arm:
+        for swept in dict.fromkeys(filter(None, (case.get("tuned_for") for case in cases))):
+            yield f"its interval was tuned for {swept}, and not here"
+    for where in dict.fromkeys(timeouts_tuned_for(arm, case) for case in cases):
+        if where:
+            yield f"its timeouts were tuned for {where}, and not here"
     yield from (run["striker_failed"] for run in runs if run.get("striker_failed"))
+
+
+def timeouts_tuned_for(arm: str, case: Mapping[str, Any]) -> str:
+    """Also of older results, which do not tell: it was always the same sweep."""
+    plan = case["plan"]
+    return torchft.tuned_for(arm, case["scenario"], plan["parallel"], plan["size"])
 
 
 def missed_strikes(run: Run) -> int:

@@ -45,6 +45,8 @@ def page(result: Mapping[str, Any], source: str) -> str:
     ]
     if result["short"]:
         parts.append("<p class='bad'>Short runs: a try-out, not a measurement.</p>")
+    if why := result.get("ended"):
+        parts.append(f"<p class='bad'>Ended before its time: {_safe(why)}.</p>")
     for case in result["cases"]:
         workload = tables.workload_name(result, case)
         mine = [g for g in found if (g.scenario, g.workload) == (case["scenario"], workload)]
@@ -83,7 +85,8 @@ def _table(mine: Sequence[tables.Group]) -> str:
 
 def progress(case: Mapping[str, Any], colours: Mapping[str, str]) -> str:
     """Steps finished over time, first repetition; a tick below for each strike."""
-    runs = [run for run in case["repetitions"][0] if run["truth"]["finished"]]
+    first = case["repetitions"][0] if case["repetitions"] else ()
+    runs = [run for run in first if run["truth"]["finished"]]
     if not runs:
         return ""
     last = max(run["truth"]["finished"][-1] for run in runs) or 1.0

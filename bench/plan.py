@@ -23,6 +23,10 @@ SIZES = {
 """By parameters. 1m is for tests alone; 100m is for what moves much state."""
 BATCH = 2
 """So few that a step is short, and most of it is traffic between the ranks."""
+SECONDS = 100.0
+"""Of a whole run, fault-free."""
+SEED = 1
+"""Of weights and data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Plan:
     """Samples per rank and step."""
     context: int = 64
     """Characters per sample."""
-    seed: int = 1
+    seed: int = SEED
     directory: str = "."
     """Of this run: the plan itself, the truth, logs and checkpoints."""
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import record, tables
+from bench import readme, record
 from keepstep.chaos import fleet
 from keepstep.chaos import fleet_setting as setting
 from keepstep.chaos.fleet_compare import (
@@ -50,7 +50,7 @@ def main() -> int:
     print(text)
     if asked.write:
         whole = asked.write.read_text(encoding="utf-8")
-        asked.write.write_text(tables.replaced(whole, text, MARKS), encoding="utf-8")
+        asked.write.write_text(readme.replaced(whole, text, MARKS), encoding="utf-8")
     broken = [month for month in result["months"] if month["broken"]]
     for month in broken:
         print(f"seed {month['plan']['seed']}: {month['broken']}", file=sys.stderr)

@@ -9,7 +9,8 @@ takes longer meets more of them.
 
     [[strike]]   share of the nominal length, or seconds; kind; rank
     [every]      seconds, first_seconds, kind; ranks are drawn
-    [mix]        mean_seconds between faults, exponential; kind = weight; ranks are drawn
+    [mix]        mean_seconds between faults; kind = weight, kept as closely as whole strikes can
+                 within the nominal length; moments, order and ranks are drawn
     [trace]      length_seconds, laid over the length of the run, or time_scale;
                  [[trace.event]] seconds, kind, rank
 
@@ -18,8 +19,10 @@ Kinds: kill (SIGKILL), hang (SIGSTOP; an operator kills it later), slow (stopped
 
 from __future__ import annotations
 
+import hashlib
 import random
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,10 +59,17 @@ class Scenario:
     """A stopped process that nobody replaced is killed after this long, in every arm."""
     slow_seconds: float = 60.0
     stopped_share: float = 0.5
+    digest: str = ""
+    """Of the file, byte by byte: two may have one name."""
 
 
 def names() -> list[str]:
     return sorted(path.stem for path in DIRECTORY.glob("*.toml"))
+
+
+def shipped() -> dict[str, str]:
+    """The digests of the scenarios that ship, by name."""
+    return {name: read(name).digest for name in names()}
 
 
 def read(name: str) -> Scenario:
@@ -92,6 +102,7 @@ def parse(name: str, text: str) -> Scenario:
         float(hang.get("operator_seconds", 45.0)),
         float(slow.get("seconds", 60.0)),
         float(slow.get("stopped_share", 0.5)),
+        digest=hashlib.sha256(text.encode()).hexdigest(),
     )
     if not 0.0 < made.stopped_share < 1.0:
         raise ConfigError(f"scenario {name}: stopped_share lies between 0 and 1")
@@ -105,7 +116,7 @@ def schedule(
     found = [
         *_single(scenario, nominal_seconds),
         *_regular(scenario, world, horizon_seconds),
-        *_mixed(scenario, world, horizon_seconds),
+        *_mixed(scenario, world, nominal_seconds, horizon_seconds),
         *_traced(scenario, nominal_seconds),
     ]
     for strike in found:
@@ -143,23 +154,42 @@ def _regular(scenario: Scenario, world: int, horizon: float) -> list[Strike]:
     return found
 
 
-def _mixed(scenario: Scenario, world: int, horizon: float) -> list[Strike]:
+def _mixed(scenario: Scenario, world: int, nominal: float, horizon: float) -> list[Strike]:
+    """One strike in every `mean_seconds`, at a moment in it that is drawn, and a shuffled deck of
+    kinds for each nominal length. If each were drawn by itself, a run of eight strikes would be a
+    mix of its own making, of three to fifteen."""
     if not scenario.mix:
         return []
     mean = float(scenario.mix["mean_seconds"])
-    if mean <= 0:
-        raise ConfigError(f"scenario {scenario.name}: mix.mean_seconds is more than 0")
     weights = {kind: float(w) for kind, w in scenario.mix.items() if kind != "mean_seconds"}
-    chance = random.Random(f"{scenario.seed}/mix")
+    if mean <= 0 or not weights or min(weights.values()) <= 0:
+        raise ConfigError(
+            f"scenario {scenario.name}: mix.mean_seconds is more than 0, and so is a kind's weight"
+        )
+    chance, order = (random.Random(f"{scenario.seed}/mix{part}") for part in ("", "/order"))
+    dealt: Counter[str] = Counter()
+    deck: list[str] = []
     found: list[Strike] = []
-    at = 0.0
-    while len(found) < DRAWN_MAX:
-        at += chance.expovariate(1.0 / mean)
-        if at > horizon:
-            break
-        [kind] = chance.choices(sorted(weights), [weights[k] for k in sorted(weights)])
-        found.append(Strike(round(at, 3), kind, chance.randrange(world)))
+    while (begin := len(found) * mean) <= horizon and len(found) < DRAWN_MAX:
+        if not deck:
+            deck = _deck(weights, dealt, max(1, round(nominal / mean)))
+            order.shuffle(deck)
+        at = round(begin + chance.random() * mean, 3)
+        found.append(Strike(at, deck.pop(), chance.randrange(world)))
     return found
+
+
+def _deck(weights: Mapping[str, float], dealt: Counter[str], many: int) -> list[str]:
+    """So many kinds more: each time the one that is owed most, so that shares are as close to the
+    weights as whole strikes can be, also over several decks."""
+    total = sum(weights.values())
+    deck = []
+    for _ in range(many):
+        after = dealt.total() + 1
+        kind = max(sorted(weights), key=lambda kind: weights[kind] / total * after - dealt[kind])
+        dealt[kind] += 1
+        deck.append(kind)
+    return deck
 
 
 def _traced(scenario: Scenario, nominal_seconds: float) -> list[Strike]:

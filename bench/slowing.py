@@ -3,7 +3,8 @@
     python -m bench.slowing PID SECONDS STOPPED_SHARE
 
 A process of its own beside its victim: slices of a twentieth of a second do not travel over ssh.
-Whatever ends it, its time, a signal or a connection that is gone, it wakes the victim first.
+Whatever ends it, its time, a signal or a connection that is gone, it wakes the victim first. One
+that somebody else has stopped is left alone, now and later: it hangs, and must not be woken.
 Exit 0: somebody was slowed down. 3: nobody was there. Any other: it could not be done.
 """
 
@@ -14,7 +15,7 @@ import signal
 import sys
 import time
 
-from bench.launch import is_zombie
+from bench.launch import is_stopped, is_zombie
 
 SLICE_SECONDS = 0.05
 NOBODY = 3
@@ -28,6 +29,8 @@ def main(pid: int, seconds: float, stopped_share: float) -> int:
     until = time.monotonic() + seconds
     try:
         while time.monotonic() < until and not told and not is_zombie(pid):
+            if is_stopped(pid):
+                break  # Not by us: we have woken it.
             os.kill(pid, signal.SIGSTOP)
             hit = True
             told = _pause(stopped)

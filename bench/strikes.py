@@ -40,7 +40,7 @@ class Done:
     rank: int
     pid: int
     """0 if nobody had the rank before the next strike was due, or nobody was hit: it was gone by
-    then, its host out of reach, the drain refused."""
+    then, its host out of reach, the drain refused, or it hung and was to be slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +153,15 @@ class Striker(threading.Thread):
                     self._stopped.remove(due)
                 return hit
             case "slow":
-                return self._slow(victim)
+                # Who hangs is not woken by being slowed down.
+                return not self._hangs(victim) and self._slow(victim)
             case "drain":
                 return self._arm.drain(victim.rank, victim.host, victim.pid)
             case other:
                 raise AssertionError(other)
+
+    def _hangs(self, victim: Start) -> bool:
+        return any(stopped == victim for _, stopped in list(self._stopped))
 
     def _slow(self, victim: Start) -> bool:
         """By a process beside the victim, until its time is over or the run is."""

@@ -33,7 +33,7 @@ SAMPLES = ", batch "
 """Behind the workload's name where it is not the usual one: nor are those mixed."""
 SHORT = ", short runs"
 """Behind the workload's name: what a try-out says is never mixed with measurements."""
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+UNQUIET = "disturbed"
 
 
 class Times(enum.Enum):
@@ -94,6 +94,7 @@ class Group:
     memory_gib: Spread | None
     moved_gib: Spread | None
     start_seconds: Spread | None
+    """Of the runs that were completed: one that failed may have failed at its start."""
     strikes: Spread | None
     """Per run: those that hit somebody."""
     again_share: Spread | None
@@ -144,19 +145,22 @@ def groups(results: Sequence[Mapping[str, Any]], times: Times = Times.ALL) -> li
     """
     rows: dict[tuple[str, str, str], list[Pair]] = {}
     refused: dict[tuple[str, str, str], str] = {}
-    cases: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    cases: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for result in results:
         for case in result["cases"]:
             workload = workload_name(result, case)
             for run, bare in pairs_of(case):
                 key = (case["scenario"], workload, run["arm"])
                 rows.setdefault(key, []).append((run, bare))
-                cases[key] = case
+            for arm in dict.fromkeys(run["arm"] for run in notes.begun(case)):
+                key = (case["scenario"], workload, arm)
+                rows.setdefault(key, [])
+                cases.setdefault(key, []).append(case)
             for arm, why in case["refused"].items():
                 refused[case["scenario"], workload, arm] = why
     found = [_group(key, pairs, times, cases[key]) for key, pairs in rows.items()]
     found += [
-        replace(_group(key, (), times, {}), refused=why)
+        replace(_group(key, (), times, ()), refused=why)
         for key, why in refused.items()
         if key not in rows
     ]
@@ -237,7 +241,10 @@ def apart(results: Sequence[Mapping[str, Any]]) -> list[Group]:
 
 
 def _group(
-    key: tuple[str, str, str], pairs: Sequence[Pair], times: Times, case: Mapping[str, Any]
+    key: tuple[str, str, str],
+    pairs: Sequence[Pair],
+    times: Times,
+    cases: Sequence[Mapping[str, Any]],
 ) -> Group:
     runs = [run for run, _ in pairs]
     bad = [run["outcome"] for run in runs if run["outcome"] != "completed"]
@@ -271,14 +278,14 @@ def _group(
         next((word for word in ("no", "-", "yes") if word in same), "-"),
         spread(run["memory_bytes_max"] / 2**30 for run in runs),
         spread(run["moved_bytes"] / 2**30 for run in runs),
-        spread(run["start_seconds"] for run in runs),
+        spread(run["start_seconds"] for run in runs if is_done(run)),
         spread(sum(1 for s in run["strikes"] if s["pid"]) for run in runs),
         spread(t["recomputed"] / t["steps"] for t in done),
         spread(t["lost"] / t["samples"] for t in done),
         len(quiet),
         spread(run.get("others_share") for run in runs),
         spread(slower(run, bare) for run, bare in pairs),
-        tuple(notes.of(runs, case)),
+        tuple(notes.of(key[2], runs, cases)),
     )
 
 
@@ -396,128 +403,3 @@ def told_beside(mine: Sequence[Group]) -> list[str]:
     lines = [f"{g.arm}: not run: {g.refused}" for g in own if g.refused]
     lines += [f"{g.arm}: failed: {g.outcome}" for g in own if g.outcome]
     return lines + [f"{g.arm}: {note}" for g in own for note in (*g.notes, *g.noise)]
-
-
-README_COLUMNS = (
-    *("arm", "done", "strikes", "to_bare", "goodput", "pause"),
-    *("again_share", "lost_share", "same", "start", "memory"),
-)
-README_HEADS = {
-    "arm": "system",
-    "done": "runs completed (quiet)",
-    "strikes": "strikes met",
-    "to_bare": "time, by the bare engine without faults",
-    "goodput": "samples in the model per second, by the bare engine",
-    "pause": "pause p50 / p95 / max, s",
-    "again_share": "finished steps computed again",
-    "lost_share": "samples lost",
-    "same": "weights equal those of the bare engine",
-    "start": "start, s",
-    "memory": "memory, GiB",
-}
-
-
-def cost(group: Group) -> tuple[bool, float]:
-    """For finding the best of several."""
-    return bool(group.outcome), group.to_bare.middle if group.to_bare else math.inf
-
-
-def best_intervals(
-    mine: Sequence[Group], disturbed_too: Sequence[Group] = ()
-) -> tuple[list[Group], str]:
-    """Of an arm with several intervals (NAME@STEPS) the best one, and a word about the others.
-
-    Which is the best depends on the workload and the faults: only a sweep finds it, and only the
-    best is a fair opponent. One that was not completed is the worst. If one of them has no quiet
-    run, the best is chosen from all runs: it may be that one.
-    """
-    whole = {group.arm: group for group in disturbed_too}
-    families: dict[str, list[Group]] = {}
-    for group in mine:
-        families.setdefault(group.arm.partition("@")[0], []).append(group)
-    best = set()
-    for family in families.values():
-        unknown = any(group.to_bare is None and not group.refused for group in family)
-        costs = [cost(whole.get(g.arm, g) if unknown else g) for g in family]
-        best.add(id(family[costs.index(min(costs))]))
-    tried = [
-        _tried(name, [g for g in family if not g.refused], alone=_alone(name, families))
-        for name, family in families.items()
-    ]
-    return [g for g in mine if id(g) in best], "; ".join(filter(None, tried))
-
-
-def _alone(name: str, families: Iterable[str]) -> bool:
-    """Whether no other way to save was tried beside this one."""
-    system = name.partition(":")[0]
-    return sum(other.partition(":")[0] == system for other in families) == 1
-
-
-def _tried(name: str, family: Sequence[Group], alone: bool) -> str:
-    """Which intervals there were: what nobody compared with others may be a bad choice."""
-    steps = sorted(int(n) for g in family if (n := g.arm.partition("@")[2]))
-    if not steps:
-        return ""
-    every = f"every {', '.join(map(str, steps))} steps"
-    told = f"the best of {every}" if len(steps) > 1 else f"only {every} was tried"
-    return f"{name}: {told}{', and no other way to save' if alone else ''}"
-
-
-TIMES = ("to_bare", "goodput", "pause")
-UNQUIET = "disturbed"
-
-
-def why_unfit(result: Mapping[str, Any]) -> str:
-    """Why a raw result is no part of the README's table; "" if it is. Never how it came out."""
-    if result["short"]:
-        return "short runs"
-    if result.get("measure") != MEASURE:
-        return "its figures mean something else"
-    if "+changes" in result["commit"]:
-        return "made from a tree that is in no commit"
-    return ""
-
-
-def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> str:
-    """The README's tables; each names its raw files, and says if runs were short."""
-    found, everything = groups(results, Times.QUIET), groups(results)
-    parts = []
-    for scenario, workload in dict.fromkeys((g.scenario, g.workload) for g in found):
-        mine, swept = best_intervals(
-            [g for g in found if (g.scenario, g.workload) == (scenario, workload)],
-            [g for g in everything if (g.scenario, g.workload) == (scenario, workload)],
-        )
-        heads = [README_HEADS[name] for name in README_COLUMNS]
-        lines = [f"**{scenario}**, {spoken(workload)}:", ""]
-        lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-        for group in mine:
-            if group.refused:
-                rest = " |" * (len(README_COLUMNS) - 2)
-                lines.append(f"| {group.arm} | not run: {group.refused} |{rest}")
-                continue
-            row = cells(group)
-            row["done"] += f" ({group.quiet})"
-            if not group.quiet:
-                row |= dict.fromkeys(TIMES, UNQUIET)
-            lines.append("| " + " | ".join(row[name] for name in README_COLUMNS) + " |")
-        notes = [f"{g.arm}: {note}." for g in mine for note in g.notes]
-        notes += [f"{swept}."] if swept else []
-        lines += ["", " ".join(notes)] if notes else []
-        parts.append("\n".join(lines))
-    files = ", ".join(f"`{name}`" for name in sources)
-    told = f"Raw results: {files}; made by `python -m bench table`."
-    if any(UNQUIET in part for part in parts):
-        told += (
-            f" {UNQUIET.capitalize()}: others used the machine meanwhile, it was faster or slower"
-            " than for every bare run, or nobody looked. Only quiet runs tell times."
-        )
-    return "\n\n".join([*parts, told])
-
-
-def replaced(text: str, table: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
-    """A document with what is between the markers replaced."""
-    before, begin, rest = text.partition(marks[0])
-    _, end, after = rest.partition(marks[1])
-    if not begin or not end:
-        raise ValueError(f"no {marks[0]} … {marks[1]} in it")
-    return f"{before}{begin}\n{table}\n{end}{after}"

@@ -7,7 +7,8 @@ One row per workload and arm. Rounds are pairs of an arm's seconds and the bare 
 of several runs are taken together: the interval gets narrower, and the control's error smaller.
 Machines may differ, as the pace of one does. "Calm" is the ratio without the rounds in which
 somebody was struck, and a pause what a round with a strike took longer than calm ones would have.
-A row whose control is off by more than the bench allows is in brackets.
+An invalid run, whose control is off or in which a rank died that nobody struck, becomes no better
+beside others: such runs have a row of their own, in brackets, and are compared with nobody's.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +80,18 @@ class Turns:
         """Rank by rank, and known at all."""
         return all(weights_equal(run["truths"]) for run in self.runs)
 
-    @property
-    def valid(self) -> bool:
-        off = abs(self.ratio("control").value - 1)
-        unmeant = any(
-            found.get("unmeant_starts") for run in self.runs for found in run["truths"].values()
-        )
-        return off <= CONTROL_OFF_MAX and not unmeant
+
+Runs = Mapping[tuple[str, str], Turns]
+"""By workload and arm."""
+
+
+def is_valid(run: Mapping[str, Any]) -> bool:
+    """By what was found when it was made, of all its rounds."""
+    if "valid" in run:
+        return bool(run["valid"])
+    control, bare = (sum(one[name] for one in run["rounds"]) for name in ("control", "bare"))
+    unmeant = any(found.get("unmeant_starts") for found in run["truths"].values())
+    return abs(control / bare - 1) <= CONTROL_OFF_MAX and not unmeant
 
 
 def main(line: Sequence[str]) -> int:
@@ -94,16 +101,14 @@ def main(line: Sequence[str]) -> int:
     parser.add_argument("--against", nargs="+", type=Path, default=[], help="of another machine")
     args = parser.parse_args(line)
     try:
-        here = [read(path) for path in args.files]
-        lines = table(here)
-        if args.against:
-            there = [read(path) for path in args.against]
-            lines = compared(gathered(here), gathered(there))
+        here, there = ([read(path) for path in paths] for paths in (args.files, args.against))
+        need_same_training([*here, *there])
+        found = compared(here, there) if there else agreement.Verdict(0, tuple(table(here)))
     except (KeepstepError, OSError, ValueError) as error:
         print(f"bench.turn_report: {error}", file=sys.stderr)
         return 2
-    print("\n".join(lines) or "they have no row in common")
-    return agreement.verdict(lines) if args.against else 0
+    print("\n".join(found.lines))
+    return found.code
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -112,46 +117,62 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def compared(
-    first: Mapping[tuple[str, str], Turns], second: Mapping[tuple[str, str], Turns]
-) -> list[str]:
+    first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]
+) -> agreement.Verdict:
     """Do both tell of the same ratios, and of the same ranking? Pure."""
-    lines, ranks = [], dict[str, list[tuple[float, float, str]]]()
-    for key in sorted(first.keys() & second.keys()):
-        a, b = (of[key].ratio("arm").value for of in (first, second))
-        alike = abs(b / a - 1) <= agreement.WITHIN
-        said = agreement.SAME if alike else agreement.DIFFERS
-        lines.append(f"{', '.join(key)}: {a:.3f} and {b:.3f} x bare, {b / a - 1:+.1%}: {said}")
-        ranks.setdefault(key[0], []).append((a, b, key[1]))
-    for workload, rows in ranks.items():
-        if len(rows) > 1:
-            one = [arm for *_, arm in sorted(rows)]
-            other = [arm for *_, arm in sorted(rows, key=lambda row: row[1])]
-            said = agreement.SAME if one == other else f"{agreement.DIFFERS}: {', '.join(other)}"
-            lines.append(f"{workload}: ranking {', '.join(one)}: {said}")
-    return lines
+    same = agreement.one_machine(first, second)
+    return agreement.verdict(_side(first), _side(second), one_machine=same)
+
+
+def _side(results: Sequence[dict[str, Any]]) -> dict[agreement.Row, agreement.Known]:
+    valid, invalid = gathered(results), gathered(results, valid=False)
+    found: dict[agreement.Row, agreement.Known] = {}
+    for workload, arm in sorted(valid.keys() | invalid.keys()):
+        turns = valid.get((workload, arm))
+        family, _, steps = arm.partition("@")
+        known = agreement.Known(None, "no valid run")
+        if turns is not None:
+            known = agreement.Known(turns.ratio("arm").value)
+        known = replace(known, chosen=f"every {steps} steps" if steps else "")
+        before = found.get((workload, family))
+        # Of several intervals the best one stands for them, as in each machine's own tables.
+        found[workload, family] = known if before is None else min(before, known, key=_time)
+    return found
+
+
+def _time(known: agreement.Known) -> float:
+    return math.inf if known.ratio is None else known.ratio
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """In Markdown, by workload and then by time."""
-    found = sorted(
-        gathered(results).items(), key=lambda row: (row[0][0], row[1].ratio("arm").value)
-    )
-    if not found:
+    """In Markdown, by workload and then by time; behind an arm's row that of its invalid runs."""
+    rows = []
+    for valid in (True, False):
+        for (workload, arm), turns in gathered(results, valid).items():
+            rows.append((workload, not valid, turns.ratio("arm").value, arm, turns))
+    if not rows:
         raise Permanent("no run in these files came to its end")
     lines = [list(HEAD), ["---"] * len(HEAD)]
-    lines += [_row(f"{workload}, {arm}", turns) for (workload, arm), turns in found]
+    for workload, invalid, _, arm, turns in sorted(rows, key=lambda row: row[:4]):
+        line = _row(f"{workload}, {arm}", turns)
+        lines.append([f"({cell})" for cell in line] if invalid else line)
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def gathered(results: Sequence[dict[str, Any]]) -> dict[tuple[str, str], Turns]:
-    """By workload and arm. What is told together must have trained the same."""
+def need_same_training(results: Sequence[dict[str, Any]]) -> None:
+    """What is told together, or compared, must have trained the same under the same faults."""
     alike = {json.dumps([r["options"][n] for n in ("scenario", "size", "ranks")]) for r in results}
     if len(alike) > 1:
         raise Permanent(f"not one scenario, size and number of ranks: {'; '.join(sorted(alike))}")
+
+
+def gathered(results: Sequence[dict[str, Any]], valid: bool = True) -> Runs:
+    """The valid runs, or those that are not."""
+    need_same_training(results)
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for result in results:
         for arm, run in result["runs"].items():
-            if result["options"]["quick"] or "failed" in run:
+            if result["options"]["quick"] or "failed" in run or is_valid(run) != valid:
                 continue
             runs.setdefault((_workload(result["options"]), arm), []).append(run)
     seed = results[0]["options"]["seed"] if results else 0
@@ -171,7 +192,7 @@ def _row(name: str, turns: Turns) -> list[str]:
         name,
         str(len(turns.runs)),
         str(turns.strikes),
-        figure if turns.valid else f"({figure})",
+        figure,
         f"{turns.ratio('arm', struck=False).value:.3f}",
         f"{min(pauses):.1f} to {max(pauses):.1f}" if pauses else "-",
         f"{turns.ratio('control').value:.3f}",

@@ -10,6 +10,7 @@ that the ranks take are spare. The orchestrator runs where the bench does.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from bench.plan import Plan, read
 from keepstep.agent.offspring import COMMON
 from keepstep.cli.cluster import (
     NODES_SECONDS_MAX,
+    SYNCHRONOUS,
     ClusterPlan,
     LocalCluster,
     NodePlan,
@@ -86,6 +88,8 @@ class Keepstep:
         if self.hosts:
             self._rig = self._hosted(spec, plan, launch)
             return
+        # What a cluster on one machine does by itself.
+        self.settings["journal_synchronous"] = os.environ.get(SYNCHRONOUS, "normal")
         names = rig.node_names(plan.world + int(self.settings["spares"]))
         nodes = [NodePlan(name, 1) for name in names]
         cluster = ClusterPlan(environment=around)
@@ -100,10 +104,11 @@ class Keepstep:
         spec = replace(spec, nodes=taken, ranks_per_node=slots, spares=spares)
         # Each host imports torch by itself, as it would alone.
         around = environment_of(plan, {COMMON: ""})
-        # Without the mark: it ends in good order, after everything that bears one.
-        unmarked = {name: text for name, text in around.items() if name != launching.MARK}
         ours = address_towards([host.name for host in self.hosts])
-        there = ClusterPlan(listen="0.0.0.0:0", advertise=ours, environment=unmarked)
+        there = ClusterPlan(
+            listen="0.0.0.0:0", advertise=ours, environment=orchestrators_own(around)
+        )
+        self.settings["journal_synchronous"] = there.environment[SYNCHRONOUS]
         cluster = self._stack.enter_context(LocalCluster(plan.room / "run", (), there))
         rooms = {host.name: str(cluster.room(host.name)) for host in self.hosts}
         self._stack.callback(self._leave, launch, plan, rooms)
@@ -163,6 +168,14 @@ class Keepstep:
     def stop(self) -> None:
         self._stack.close()
         self._rig = None
+
+
+def orchestrators_own(around: Mapping[str, str]) -> dict[str, str]:
+    """What it has around it beside several machines."""
+    # Without the mark: it ends in good order, after everything that bears one.
+    unmarked = {name: text for name, text in around.items() if name != launching.MARK}
+    # A power cut may leave others with orders that the journal has lost: it waits for the disk.
+    return {**unmarked, SYNCHRONOUS: "full"}
 
 
 def address_towards(hosts: Sequence[str]) -> str:

@@ -16,6 +16,10 @@ the others are. What remains lost are the samples of a replica while it is away.
 With hsdp its quorum is synchronous. Asynchronous, its default, it asks for the state in a thread
 beside the forward pass, and FSDP2 puts its parameters back into shards when it is asked: healthy
 replicas then die with each one that joins.
+
+Within a replica group torch's own collectives have torch's own limit, 30 minutes. As in
+checkpoint_restart they end after 10 s once the first step is in: a shard that is stopped would hold
+its partner, whom TorchFT's timeouts do not reach.
 """
 
 from __future__ import annotations
@@ -25,11 +29,11 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from bench import launch as launching
 from bench.arms.arm import ROOT, Processes, environment_of
+from bench.arms.checkpoint_restart import COLLECTIVE_SECONDS, end_hangs
 from bench.launch import Launch
 from bench.plan import Plan, read
 from bench.workload.log import HOST
@@ -51,13 +55,29 @@ class Timeouts:
     tick_ms: int = 100
 
 
-VARIANTS = {"": Timeouts(), "tuned": Timeouts(5.0, 1000, 1000)}
+TUNED = "tuned"
+VARIANTS = {"": Timeouts(), TUNED: Timeouts(5.0, 1000, 1000)}
 """Tuned: the best of six in bench/results/run-20261117T100907Z.json.gz, where it is 5-1000-1000 and
 "tuned" is 1-1000-1000, its predecessor."""
+TUNED_UNDER = ("kills", "ddp", "3m")
+"""Scenario, workload and size of that sweep."""
 
 
 def arm(variant: str) -> Torchft:
     return Torchft(variant, timeouts_of(variant))
+
+
+def tuned_for(arm: str, scenario: str, workload: str, size: str) -> str:
+    """Where this arm's timeouts were tuned; "" if it was here, or nowhere."""
+    if arm != f"torchft:{TUNED}" or (scenario, workload, size) == TUNED_UNDER:
+        return ""
+    return f"{TUNED_UNDER[0]}, {TUNED_UNDER[1]} {TUNED_UNDER[2]}"
+
+
+def collective_seconds(group_seconds: float) -> float:
+    """Within a replica group. A healthy shard waits for its partner while that one's group between
+    replicas runs out of time."""
+    return max(COLLECTIVE_SECONDS, 2 * group_seconds)
 
 
 def timeouts_of(variant: str) -> Timeouts:
@@ -76,7 +96,11 @@ class Torchft:
     def __init__(self, variant: str, timeouts: Timeouts) -> None:
         self.name = f"torchft:{variant}" if variant else "torchft"
         self.timeouts = timeouts
-        self.settings: dict[str, Any] = {**asdict(self.timeouts), **versions()}
+        self.settings: dict[str, Any] = {
+            **asdict(self.timeouts),
+            "collective_seconds": collective_seconds(timeouts.group_seconds),
+            **versions(),
+        }
         self.hosts: tuple[launching.Host, ...] = ()
         self._lighthouse = Processes()
         self._replicas = Processes()
@@ -207,16 +231,21 @@ def spread(net: Any, plan: Plan, manager: Any, size: int) -> Any:
     return net
 
 
-def wait_for_all(directory: Path, world: int) -> None:
-    """At the beginning, so that the first quorum is whole. Who comes back does not wait."""
+def wait_for_all(plan: Plan, rank: int) -> None:
+    """At the beginning, so that the first quorum is whole. Who comes back does not wait. A start in
+    the truth says less: that one is still building its model."""
+    ready = plan.room / "ready"
+    ready.mkdir(exist_ok=True)
+    (ready / f"rank-{rank}").touch()
     deadline = time.monotonic() + READY_SECONDS_MAX
-    while len(list(directory.glob("rank-*.jsonl"))) < world and time.monotonic() < deadline:
+    while len(list(ready.iterdir())) < plan.world and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def train(plan: Plan) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
     from torchft import Optimizer, ProcessGroupGloo
 
     from bench.workload import model as made
@@ -227,6 +256,9 @@ def train(plan: Plan) -> None:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     rank = int(os.environ[REPLICA]) * size + dist.get_rank()
+    log = TruthLog(plan.truth, rank)
+    # Who is about to load can be struck, as in every arm.
+    log.start()
     data = made.Windows(plan)
     parts: dict[str, Any] = {}
 
@@ -237,15 +269,14 @@ def train(plan: Plan) -> None:
         for name, part in parts.items():
             part.load_state_dict(given[name])
 
-    group = ProcessGroupGloo(timeout=timedelta(seconds=float(os.environ[GROUP])))
+    seconds = float(os.environ[GROUP])
+    group = ProcessGroupGloo(timeout=timedelta(seconds=seconds))
     manager = manager_of(group, state, load, plan.parallel != "ddp")
     model = parts["model"] = spread(made.bare_model(plan, data), plan, manager, size)
     inner = parts["optimizer"] = made.optimizer_of(model, plan)
     optimizer = Optimizer(manager, inner)
-    log = TruthLog(plan.truth, rank)
-    log.start()
-    wait_for_all(plan.truth, plan.world)
-    loader, place, loss = made.loader_of(plan, data, rank), -1, 0.0
+    wait_for_all(plan, rank)
+    loader, place, loss, limited = made.loader_of(plan, data, rank), -1, 0.0, False
     batches = made.batches_from(loader, 0)
     batch: Any = None
     while manager.current_step() < plan.steps:
@@ -264,6 +295,10 @@ def train(plan: Plan) -> None:
         if manager.should_commit():
             inner.step()
             log.step(manager.current_step() - 1, began, batch[2].tolist(), marks, loss)
+        if not limited:
+            # Torch's own alone: the group between replicas is not among them, and has its limit.
+            end_hangs(collective_seconds(seconds), list(_world.pg_map))
+            limited = True
     log.end(manager.current_step(), made.digest_of(model), loss, data.windows)
     manager.shutdown(wait=False)
     # Threads of its own are left behind, and a barrier would wait for replicas that are away.

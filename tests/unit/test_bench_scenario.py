@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from bench import scenario
 from bench.arms.arm import load
 from bench.launch import LOCAL, Host, Ssh, read_hostfile, seats
-from bench.plan import Plan
+from bench.plan import SECONDS, Plan
 from bench.scenario import Strike
 from keepstep.errors import ConfigError
 
@@ -44,6 +46,27 @@ def test_a_mix_follows_its_weights_and_its_mean():
     assert 0.86 < sum(s.kind == "kill" for s in strikes) / len(strikes) < 0.94
 
 
+def test_a_short_run_meets_the_mix_and_not_a_draw_of_its_own():
+    """As many strikes as its mean says, with shares as close to the weights as can be."""
+    for seed in range(20):
+        text = f"seed = {seed}\n[mix]\nmean_seconds = 12\nkill = 326\nhang = 49\n"
+        text += "drain = 32\nslow = 6\n"
+        strikes = scheduled(text, horizon=390.0)
+        first = Counter(s.kind for s in strikes if s.at <= 96.0)
+        assert first == {"kill": 6, "hang": 1, "drain": 1}
+        assert [int(s.at / 12) for s in strikes] == list(range(len(strikes))), "one in every 12 s"
+        whole = Counter(s.kind for s in strikes[:32])
+        assert whole == {"kill": 25, "hang": 4, "drain": 2, "slow": 1}, "the next ones make it up"
+        assert strikes[:8] == scheduled(text, horizon=96.0), "who is slower meets the same first"
+
+
+def test_the_title_of_llama3_says_what_a_full_run_draws():
+    told = scenario.read("llama3")
+    drawn = Counter(s.kind for s in scenario.schedule(told, 4, SECONDS, SECONDS))
+    assert drawn == {"kill": 6, "hang": 1, "drain": 1}
+    assert "a fault every 12 s: 6 kills, a hang and a drain in a full run" in told.title
+
+
 def test_the_llama3_mix_has_all_419_but_silent_corruption():
     mix = scenario.read("llama3").mix
     assert sum(value for kind, value in mix.items() if kind != "mean_seconds") == 419 - 6
@@ -62,6 +85,7 @@ def test_a_trace_is_scaled_in_time():
         ('[[strike]]\nshare = 0.1\nkind = "kill"\nrank = 4', "no rank 4"),
         ('[[strike]]\nkind = "kill"\nrank = 1', "share or seconds"),
         ('[every]\nseconds = 0\nkind = "kill"', "more than 0"),
+        ("[mix]\nmean_seconds = 5\nkill = 0", "so is a kind's weight"),
         ("[slow]\nstopped_share = 1.0", "between 0 and 1"),
         ("title =", "scenario s"),
     ],

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench import truth
-from bench.campaign import LOST, Campaign, Job, carry_out
+from bench.arms.arm import ROOT
 from bench.harness import unsound
-from bench.launch import Host, Local, Ssh
-from bench.plan import Plan
+from bench.launch import Host, Local, Ssh, is_stopped, python_path
 from bench.scenario import Scenario, Strike
 from bench.slowing import NOBODY
 from bench.strikes import Ground, Striker
 from bench.truth import Start
 from bench.watch import FarWatch
 from bench.workload.order import Order
-from keepstep.errors import ConfigError, Permanent, Unreachable
+from keepstep.errors import Permanent, Unreachable
 
 SCENARIO = Scenario("mixed", "by hand")
 
@@ -133,6 +132,48 @@ def test_a_striker_that_breaks_is_told_and_makes_the_run_say_nothing():
     assert "only 0 steps are finished" in unsound(done, whole)
 
 
+def test_who_hangs_is_not_slowed_down_and_so_not_woken():
+    """The helper beside a victim stops it and wakes it, twenty times a second."""
+    launch = Scripted(True, True, 0)
+    striker = Striker(
+        replace(SCENARIO, operator_seconds=60.0),
+        [Strike(0.0, "hang", 1), Strike(0.05, "slow", 1)],
+        Drained(),  # type: ignore[arg-type]
+        Ground(
+            launch,  # type: ignore[arg-type]
+            lambda rank: Start(rank, 4711, "h1", 0.0),
+            Path("slowing.log"),
+        ),
+    )
+    striker.begin(launch.now())
+    deadline = time.monotonic() + 10.0
+    while len(striker.done) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    striker.stop()
+    assert launch.sent == [0, signal.SIGSTOP, 0]
+    assert launch.answers == [0], "no helper was started"
+    assert [(done["kind"], done["pid"]) for done in striker.plain()] == [
+        ("hang", 4711),
+        ("slow", 0),
+    ]
+
+
+def test_a_process_that_somebody_else_has_stopped_is_left_stopped():
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        child.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10.0
+        while not is_stopped(child.pid) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        helper = [sys.executable, "-m", "bench.slowing", str(child.pid), "0.2", "0.5"]
+        around = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+        assert subprocess.run(helper, env=around, timeout=30.0).returncode == NOBODY
+        assert is_stopped(child.pid)
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_the_next_strike_does_not_wait_for_a_slow_rank():
     class Slow(Scripted):
         def start(self, *_: object) -> subprocess.Popen[bytes]:  # type: ignore[override]
@@ -233,66 +274,3 @@ def test_a_host_out_of_reach_is_not_taken_for_a_dead_process(tmp_path, monkeypat
     monkeypatch.setattr("bench.launch.SSH", (str(tmp_path / "no-ssh-here"),))
     with pytest.raises(Unreachable, match="h1"):
         Ssh("/srv").signal("h1", 1, 9)
-
-
-def test_no_campaign_reads_what_an_earlier_one_left_in_the_same_place(tmp_path):
-    args = argparse.Namespace(hostfile=None, keep=tmp_path)
-    first = Campaign(args, tmp_path, 1.0)._new_room("kills-ddp-bare")
-    Plan(directory=str(first)).write()
-    assert Campaign(args, tmp_path, 1.0)._new_room("kills-ddp-bare") != first
-    with pytest.raises(FileExistsError):
-        Plan(directory=str(first)).write()
-
-
-def test_a_scenario_that_does_not_exist_is_told_before_the_first_run(capsys):
-    args = argparse.Namespace(
-        hostfile=None, keep=None, ranks=4, batch=2, seed=1, seconds=1.0, short=False, repeat=1
-    )
-    jobs = [Job(name, "ddp", "1m", ("bare",), 1) for name in ("clean", "klls")]
-    with pytest.raises(ConfigError, match="klls"):
-        carry_out(jobs, args, "run")
-
-
-def test_a_lost_host_is_an_exit_of_its_own_and_costs_no_case_that_is_complete(
-    tmp_path, monkeypatch, capsys
-):
-    args = argparse.Namespace(
-        hostfile=None,
-        keep=tmp_path,
-        ranks=2,
-        batch=2,
-        seed=1,
-        seconds=1.0,
-        short=True,
-        repeat=1,
-        again=0,
-    )
-    jobs = [Job(name, "ddp", "1m", ("bare",), 1) for name in ("clean", "kills")]
-    kept: list[dict[str, Any]] = []
-
-    def settled(self: Campaign, plan: Plan) -> tuple[int, float]:
-        if kept or self.ended:
-            raise Unreachable("h1 cannot be reached by ssh")
-        kept.append({})
-        return 24, 0.1
-
-    def ran(self: Campaign, spec: str, *_: object) -> dict[str, Any]:
-        return {"spec": spec, "arm": spec, "outcome": "completed"}
-
-    def told(name: str, result: dict[str, Any]) -> Path:
-        kept.append(result)
-        return tmp_path / "raw.json.gz"
-
-    # This process is pytest's: its signals stay what they are.
-    monkeypatch.setattr("bench.rig.end_in_good_order", lambda: None)
-    monkeypatch.setattr(Campaign, "_settle", settled)
-    monkeypatch.setattr(Campaign, "_run", ran)
-    monkeypatch.setattr("bench.record.keep", told)
-    monkeypatch.setattr("bench.record.read", lambda path: kept[-1])
-    monkeypatch.setattr("bench.tables.apart", lambda results: [])
-    monkeypatch.setattr("bench.page.page", lambda result, name: "")
-    monkeypatch.setattr("bench.campaign.page_of", lambda path: tmp_path / "page.html")
-    assert carry_out(jobs, args, "run").code == LOST
-    assert [case["scenario"] for case in kept[-1]["cases"]] == ["clean"]
-    assert "cannot be reached" in capsys.readouterr().out
-    assert carry_out(jobs[1:], args, "run").code == LOST, "nothing was completed, and that is why"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import campaign, notes, page, record, tables
+from bench import campaign, notes, page, readme, record, scenario, tables
 from bench.plan import BATCH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +52,7 @@ def a_result(*repetitions, refused=None, short=False):
         "machine": {"cpu": "c", "cores": 2, "memory": "m", "kernel": "k", "load": [1.0, 1.0, 1.0]},
         "versions": {"torch": "2.13.0"},
         "short": short,
+        "seconds": 100.0,
         "cases": [
             {
                 "scenario": "single_kill",
@@ -164,7 +165,7 @@ def test_disturbed_runs_stand_in_a_row_of_their_own_and_in_no_median():
 def readme_row(text, arm):
     """By the names of the columns."""
     cells = next(line for line in text.splitlines() if line.startswith(f"| {arm} |"))
-    return dict(zip(tables.README_COLUMNS, cells.strip("| ").split(" | "), strict=True))
+    return dict(zip(readme.COLUMNS, cells.strip("| ").split(" | "), strict=True))
 
 
 @pytest.mark.parametrize("pace", [0.0012, 0.0008, None])
@@ -175,9 +176,9 @@ def test_a_machine_that_is_or_may_be_another_than_for_the_bare_run_disturbs(pace
     assert (found.to_bare.middle, found.quiet) == (3.0, 0)
     assert tables.cells(found)["slower"] == ("-" if pace is None else f"{pace / 0.001:.2f}")
     assert "x: 1 of 1 runs disturbed" in tables.terminal([found])
-    assert readme_row(tables.markdown([uneven], ["f"]), "x")["to_bare"] == "disturbed"
+    assert readme_row(readme.markdown([uneven], ["f"]), "x")["to_bare"] == "disturbed"
     even = a_result((a_run("bare", 10.0), {**a_run("x", 12.0), "pace_seconds": 0.00104}))
-    told = readme_row(tables.markdown([uneven, even], ["f", "g"]), "x")
+    told = readme_row(readme.markdown([uneven, even], ["f", "g"]), "x")
     assert (told["to_bare"], told["done"]) == ("1.200", "2/2 (1)")
 
 
@@ -194,9 +195,9 @@ def test_the_readme_tells_no_times_of_runs_that_were_or_may_have_been_disturbed(
     runs = [a_run("bare", 10.0), a_run("x", 12.0, pauses=[0.1], lost=4)]
     for one in runs:
         one["others_share"] = share if one["arm"] == arm else 0.02
-    text = tables.markdown([a_result(runs)], ["f"])
+    text = readme.markdown([a_result(runs)], ["f"])
     told = readme_row(text, "x")
-    assert [told[name] for name in tables.TIMES] == ["disturbed"] * 3
+    assert [told[name] for name in readme.TIMES] == ["disturbed"] * 3
     assert (told["done"], told["lost_share"], told["same"]) == ("1/1 (0)", "5.00 %", "yes")
     assert "1.200" not in text
 
@@ -205,7 +206,7 @@ def test_noise_excuses_neither_a_failure_nor_wrong_bits():
     quiet = (a_run("bare", 10.0), a_run("x", 12.0))
     failed = {**a_run("x", None), "others_share": 0.4}
     wrong = {**a_run("x", 30.0, lost=8, recomputed=2, digests={"0": "c"}), "others_share": 0.4}
-    text = tables.markdown([a_result(quiet, (quiet[0], failed), (quiet[0], wrong))], ["f"])
+    text = readme.markdown([a_result(quiet, (quiet[0], failed), (quiet[0], wrong))], ["f"])
     told = readme_row(text, "x")
     assert (told["done"], told["to_bare"], told["same"]) == ("2/3 (1)", "1.200", "no")
     assert told["lost_share"] == "5.00 % [0.00, 10.00]"
@@ -258,9 +259,59 @@ def test_strikes_that_somebody_was_too_fast_for_are_told():
 
 def test_which_results_the_readme_tells_is_decided_by_a_rule():
     fit = {**a_result(), "measure": tables.MEASURE}
-    assert tables.why_unfit(fit) == ""
-    for other in ({"short": True}, {"measure": None}, {"commit": "0" * 40 + "+changes"}):
-        assert tables.why_unfit({**fit, **other})
+    ours = scenario.shipped()
+    assert readme.why_unfit(fit, ours) == "", "older ones do not tell what they were asked"
+    for other in (
+        {"short": True},
+        {"measure": None},
+        {"commit": "0" * 40 + "+changes"},
+        {"seconds": 40.0},
+        {"hosts": [2, 2, 2]},
+    ):
+        assert readme.why_unfit({**fit, **other}, ours)
+    assert readme.why_unfit({**fit, "hosts": [], "ended": "interrupted"}, ours) == ""
+    for name, value, why in (
+        ("scenario_digest", ours["single_kill"], ""),
+        ("scenario_digest", ours["kills"], "not the scenario that ships"),
+        ("plan", fit["cases"][0]["plan"] | {"seed": 2}, "seed 2 instead of 1"),
+    ):
+        case = {**fit["cases"][0], name: value}
+        told = readme.why_unfit({**fit, "cases": [case]}, ours)
+        assert why in told
+        assert bool(why) == bool(told)
+
+
+def test_a_run_that_somebody_ended_is_told_and_is_no_failure():
+    result = a_result((a_run("bare", 10.0), a_run("x", 12.0)))
+    result["ended"] = "interrupted"
+    result["cases"][0]["interrupted"] = [{"arm": arm, "outcome": "interrupted"} for arm in "xxy"]
+    text = readme.markdown([result], ["f"])
+    assert "`f` (ended before its time)" in text
+    assert "x: 2 runs were interrupted." in text
+    assert readme_row(text, "x")["done"] == "1/1 (1)"
+    assert (readme_row(text, "y")["done"], readme_row(text, "y")["to_bare"]) == ("0/0 (0)", "-")
+    assert "y: 1 run was interrupted" in page.page(result, "f")
+    alone = {**result["cases"][0], "repetitions": []}
+    assert "Ended before its time: interrupted" in page.page({**result, "cases": [alone]}, "f")
+
+
+def test_a_run_that_failed_at_its_start_does_not_make_starts_longer():
+    failed = {**a_run("x", None), "start_seconds": 180.0}
+    found = row(
+        a_result((a_run("bare", 10.0), a_run("x", 12.0)), (a_run("bare", 10.0), failed)), "x"
+    )
+    assert (found.start_seconds.middle, found.start_seconds.many) == (5.0, 1)
+
+
+def test_the_readme_names_the_machines_and_that_nobody_knows_how_quiet_a_start_was():
+    first, second = (a_result((a_run("bare", 10.0), a_run("x", 12.0))) for _ in range(2))
+    second["machine"] = second["machine"] | {"kernel": "k2"}
+    text = readme.markdown([first, first, second], ["f", "g", "h"])
+    assert (
+        "told apart (2): 2 cores of c, m, kernel k (2 files); 2 cores of c, m, kernel k2 (1 file)."
+        in text
+    )
+    assert "nobody knows whether the machine was quiet then" in text
 
 
 def test_the_matrix_goes_on_with_what_its_sweep_found():
@@ -290,12 +341,12 @@ def test_a_strike_that_found_nobody_is_told():
 def test_an_arm_that_cannot_do_a_workload_says_why():
     result = a_result((a_run("bare", 10.0),), refused={"y": "no replica"})
     assert "y: not run: no replica" in tables.terminal(tables.groups([result]))
-    assert "| y | not run: no replica |" in tables.markdown([result], ["f"])
+    assert "| y | not run: no replica |" in readme.markdown([result], ["f"])
 
 
 def test_the_markdown_names_its_sources_and_says_that_runs_were_short():
     runs = (a_run("bare", 10.0), a_run("x", 12.0, pauses=[0.1, 0.3]))
-    text = tables.markdown([a_result(runs, short=True)], ["bench/results/run-1.json.gz"])
+    text = readme.markdown([a_result(runs, short=True)], ["bench/results/run-1.json.gz"])
     assert "short runs" in text
     assert "`bench/results/run-1.json.gz`" in text
     assert readme_row(text, "x") == {
@@ -311,24 +362,24 @@ def test_the_markdown_names_its_sources_and_says_that_runs_were_short():
         "start": "5.0",
         "memory": "1.00",
     }
-    assert "short" not in tables.markdown([a_result(runs)], ["f"])
+    assert "short" not in readme.markdown([a_result(runs)], ["f"])
 
 
 def test_of_many_intervals_the_readme_tells_the_best_one_and_that_there_were_others():
     runs = [a_run("bare", 10.0)]
     runs += [a_run(f"c:sync@{n}", t) for n, t in ((5, 14.0), (40, 12.0), (20, None), (80, 13.0))]
-    text = tables.markdown([a_result([*runs, a_run("c:async@5", 11.0)])], ["f"])
+    text = readme.markdown([a_result([*runs, a_run("c:async@5", 11.0)])], ["f"])
     assert readme_row(text, "c:sync@40")["to_bare"] == "1.200"
     assert readme_row(text, "c:async@5")["to_bare"] == "1.100"
     assert text.count("| c:sync") == 1
     assert "c:sync: the best of every 5, 20, 40, 80 steps; c:async: only every 5 steps was" in text
     away = a_result([a_run("bare", 10.0)], refused={"c:sync@5": "no", "c:sync@10": "no"})
-    assert "best of" not in tables.markdown([away], ["f"])
+    assert "best of" not in readme.markdown([away], ["f"])
 
 
 def test_one_interval_and_one_way_to_save_are_said_to_be_all_that_was_tried():
     runs = [a_run("bare", 10.0), a_run("x", 12.0), a_run("c:async@20", 14.0)]
-    text = tables.markdown([a_result(runs)], ["f"])
+    text = readme.markdown([a_result(runs)], ["f"])
     assert "c:async: only every 20 steps was tried, and no other way to save." in text
     assert "x: " not in text
 
@@ -336,7 +387,7 @@ def test_one_interval_and_one_way_to_save_are_said_to_be_all_that_was_tried():
 def test_an_interval_that_was_tuned_for_something_else_is_labelled():
     result = a_result((a_run("bare", 10.0), a_run("x", 12.0), a_run("c:sync@5", 14.0)))
     result["cases"][0]["tuned_for"] = "kills, ddp 3m"
-    for text in (tables.terminal(tables.apart([result])), tables.markdown([result], ["f"])):
+    for text in (tables.terminal(tables.apart([result])), readme.markdown([result], ["f"])):
         assert "c:sync@5: its interval was tuned for kills, ddp 3m, and not here" in text
         assert text.count("tuned") == 1
 
@@ -357,10 +408,10 @@ def test_the_matrix_says_where_its_intervals_come_from():
 def test_an_interval_without_a_quiet_run_may_still_be_the_best():
     runs = [a_run("bare", 10.0), a_run("c:sync@5", 20.0), a_run("c:sync@80", 30.0)]
     better = {**a_run("c:sync@20", 15.0), "others_share": 0.4}
-    told = readme_row(tables.markdown([a_result([*runs, better])], ["f"]), "c:sync@20")
+    told = readme_row(readme.markdown([a_result([*runs, better])], ["f"]), "c:sync@20")
     assert told["to_bare"] == "disturbed"
     worse = {**a_run("c:sync@20", 45.0), "others_share": 0.4}
-    assert readme_row(tables.markdown([a_result([*runs, worse])], ["f"]), "c:sync@5")
+    assert readme_row(readme.markdown([a_result([*runs, worse])], ["f"]), "c:sync@5")
 
 
 def test_a_run_that_counts_for_nothing_tells_no_times():
@@ -373,19 +424,19 @@ def test_a_run_that_counts_for_nothing_tells_no_times():
 
 def test_the_readmes_tables_are_those_of_its_raw_results():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    told = text.partition(tables.BEGIN)[2].partition(tables.END)[0]
+    told = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
     names = list(dict.fromkeys(re.findall(r"bench/results/[\w.-]+\.json\.gz", told)))
     results = [record.read(ROOT / name) for name in names]
-    assert tables.markdown(results, names) == told.strip("\n")
+    assert readme.markdown(results, names) == told.strip("\n")
 
 
 def test_only_what_is_between_the_markers_is_replaced():
-    text = f"a\n{tables.BEGIN}\nold\n{tables.END}\nb\n"
-    once = tables.replaced(text, "new")
-    assert once == f"a\n{tables.BEGIN}\nnew\n{tables.END}\nb\n"
-    assert tables.replaced(once, "new") == once
+    text = f"a\n{readme.BEGIN}\nold\n{readme.END}\nb\n"
+    once = readme.replaced(text, "new")
+    assert once == f"a\n{readme.BEGIN}\nnew\n{readme.END}\nb\n"
+    assert readme.replaced(once, "new") == once
     with pytest.raises(ValueError, match="no "):
-        tables.replaced("nothing here", "new")
+        readme.replaced("nothing here", "new")
 
 
 def test_an_arm_has_the_same_colour_in_every_plot():

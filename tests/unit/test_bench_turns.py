@@ -143,6 +143,9 @@ def test_who_would_take_a_turn_of_others_for_a_fault_takes_none():
         turns.size_of("torchft:tuned", turns.options([]))
 
 
+HERE, THERE = ({"machine": {"boot": name}} for name in ("here", "there"))
+
+
 def result(
     arm: list[float], *, strikes: int, workload: str = "ddp", size: str = "3m", batch: int = 2
 ) -> Any:
@@ -175,11 +178,33 @@ def test_rounds_of_several_runs_are_told_together():
     assert ddp["weights"] == "equal"
 
 
-def test_a_row_whose_control_is_off_is_in_brackets():
-    off = result([2.1, 2.1], strikes=1)
-    for one in off["runs"]["keepstep"]["rounds"]:
+def off(found: Any) -> Any:
+    """With a control that is off by more than a valid run may be."""
+    for one in found["runs"]["keepstep"]["rounds"]:
         one["control"] = 2.05
-    assert "(1.050 [" in turn_report.table([off])[2]
+    return found
+
+
+def test_a_row_whose_control_is_off_is_in_brackets():
+    assert "(1.050 [" in turn_report.table([off(result([2.1, 2.1], strikes=1))])[2]
+
+
+def test_an_invalid_run_does_not_become_valid_beside_others():
+    good = [result([2.2, 2.2], strikes=0) for _ in range(3)]
+    rows = turn_report.table([*good, off(result([9.0, 9.0], strikes=0))])[2:]
+    assert len(rows) == 2
+    assert rows[0].startswith("| ddp, keepstep | 3 | 0 | 1.100 [")
+    assert rows[1].startswith("| (ddp, keepstep) | (1) | (0) | (4.500 [")
+    told = result([2.2, 2.2], strikes=0)
+    told["runs"]["keepstep"]["valid"] = False
+    assert turn_report.table([told])[2].startswith("| (ddp, keepstep)"), "by its own word, too"
+
+
+def test_an_invalid_run_is_compared_with_nobodys():
+    good, bad = result([2.2, 2.2], strikes=0), off(result([2.2, 2.2], strikes=0))
+    found = turn_report.compared([good | HERE], [bad | THERE])
+    assert found.lines[0] == "ddp, keepstep: no valid run in the second: times not compared"
+    assert found.code == 2
 
 
 def test_runs_that_do_not_train_the_same_are_not_told_together():
@@ -191,11 +216,12 @@ def test_two_machines_agree_by_ranking_and_ratios(capsys: Any, tmp_path: Path):
     def kept(name: str, slow: float, other: float) -> str:
         found = result([slow] * 2, strikes=1)
         found["runs"]["torchft"] = result([other] * 2, strikes=1)["runs"]["keepstep"]
+        found["machine"] = {"boot": name}
         path = tmp_path / name
         path.write_bytes(gzip.compress(json.dumps(found).encode()))
         return str(path)
 
-    here, near, far = kept("here", 2.2, 2.7), kept("near", 2.3, 2.6), kept("far", 2.2, 2.1)
+    here, near, far = kept("here", 2.2, 2.7), kept("near", 2.3, 2.6), kept("far", 2.4, 2.1)
     assert turn_report.main([here, "--against", near]) == 0
     told = capsys.readouterr().out
     assert "ddp, keepstep: 1.100 and 1.150 x bare, +4.5%: same" in told
@@ -204,6 +230,8 @@ def test_two_machines_agree_by_ranking_and_ratios(capsys: Any, tmp_path: Path):
     told = capsys.readouterr().out
     assert "-22.2%: DIFFERS" in told
     assert "DIFFERS: torchft, keepstep" in told
+    assert turn_report.main([here, "--against", here]) == 2
+    assert "no second machine" in capsys.readouterr().out
 
 
 def test_what_trains_with_larger_batches_is_another_row():

@@ -1,0 +1,120 @@
+"""The README's tables, out of raw results, and which raw results are fit for them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench import intervals
+from bench.plan import SECONDS, SEED
+from bench.tables import MEASURE, UNQUIET, Times, cells, groups, spoken
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+COLUMNS = (
+    *("arm", "done", "strikes", "to_bare", "goodput", "pause"),
+    *("again_share", "lost_share", "same", "start", "memory"),
+)
+HEADS = {
+    "arm": "system",
+    "done": "runs completed (quiet)",
+    "strikes": "strikes met",
+    "to_bare": "time, by the bare engine without faults",
+    "goodput": "samples in the model per second, by the bare engine",
+    "pause": "pause p50 / p95 / max, s",
+    "again_share": "finished steps computed again",
+    "lost_share": "samples lost",
+    "same": "weights equal those of the bare engine",
+    "start": "start, s",
+    "memory": "memory, GiB",
+}
+TIMES = ("to_bare", "goodput", "pause")
+
+
+def why_unfit(result: Mapping[str, Any], shipped: Mapping[str, str]) -> str:
+    """Why a raw result is no part of the README's table; "" if it is. Never how it came out, and
+    neither whether somebody ended it: then one could end what looks bad.
+
+    `shipped`: the digests of the scenarios that ship. What older results do not tell is taken to be
+    as usual.
+    """
+    if result["short"]:
+        return "short runs"
+    if result.get("measure") != MEASURE:
+        return "its figures mean something else"
+    if "+changes" in result["commit"]:
+        return "made from a tree that is in no commit"
+    if result["seconds"] != SECONDS:
+        return f"runs of {result['seconds']:g} s instead of {SECONDS:g}"
+    if result.get("hosts"):
+        return "made on several hosts"
+    for case in result["cases"]:
+        name, digest = case["scenario"], case.get("scenario_digest")
+        if digest is not None and digest != shipped.get(name):
+            return f"{name} is not the scenario that ships under this name"
+        if case["plan"].get("seed", SEED) != SEED:
+            return f"seed {case['plan']['seed']} instead of {SEED}"
+    return ""
+
+
+def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> str:
+    """The README's tables; each names its raw files, and says if runs were short."""
+    found, parts = groups(results, Times.QUIET), []
+    for scenario, workload in dict.fromkeys((g.scenario, g.workload) for g in found):
+        every = intervals.choices(results, (scenario, workload))
+        mine = [
+            group
+            for group in found
+            if (group.scenario, group.workload) == (scenario, workload)
+            and intervals.shown(group, every)
+        ]
+        heads = [HEADS[name] for name in COLUMNS]
+        lines = [f"**{scenario}**, {spoken(workload)}:", ""]
+        lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+        for group in mine:
+            if group.refused:
+                rest = " |" * (len(COLUMNS) - 2)
+                lines.append(f"| {group.arm} | not run: {group.refused} |{rest}")
+                continue
+            row = cells(group)
+            row["done"] += f" ({group.quiet})"
+            if group.runs and not group.quiet:
+                row |= dict.fromkeys(TIMES, UNQUIET)
+            lines.append("| " + " | ".join(row[name] for name in COLUMNS) + " |")
+        notes = [f"{g.arm}: {note}." for g in mine for note in g.notes]
+        notes += [f"{'; '.join(choice.told for choice in every.values())}."] if every else []
+        lines += ["", " ".join(notes)] if notes else []
+        parts.append("\n".join(lines))
+    files = ", ".join(
+        f"`{name}`{' (ended before its time)' if result.get('ended') else ''}"
+        for name, result in zip(sources, results, strict=True)
+    )
+    told = f"Raw results: {files}; made by `python -m bench table`. {_machines(results)}"
+    told += (
+        " Starts are those of completed runs, and nobody knows whether the machine was quiet then."
+    )
+    if any(UNQUIET in part for part in parts):
+        told += (
+            f" {UNQUIET.capitalize()}: others used the machine meanwhile, it was faster or slower"
+            " than for every bare run, or nobody looked. Only quiet runs tell times."
+        )
+    return "\n\n".join([*parts, told])
+
+
+def _machines(results: Sequence[Mapping[str, Any]]) -> str:
+    """Which they are from, as far as a machine knows itself: one that is rebooted is the same."""
+    files: dict[str, int] = {}
+    for result in results:
+        one = result["machine"]
+        name = f"{one['cores']} cores of {one['cpu']}, {one['memory']}, kernel {one['kernel']}"
+        files[name] = files.get(name, 0) + 1
+    told = [f"{name} ({many} {'file' if many == 1 else 'files'})" for name, many in files.items()]
+    return f"Machines that can be told apart ({len(files)}): {'; '.join(told)}."
+
+
+def replaced(text: str, table: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
+    """A document with what is between the markers replaced."""
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not begin or not end:
+        raise ValueError(f"no {marks[0]} … {marks[1]} in it")
+    return f"{before}{begin}\n{table}\n{end}{after}"

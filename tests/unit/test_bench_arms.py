@@ -1,0 +1,87 @@
+"""Arms of the bench: what they are given alike, and what is said where it is not."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+
+import pytest
+
+from bench import campaign, readme, tables
+from bench.arms import checkpoint_restart, keepstep, torchft
+from bench.arms.arm import environment_of, load
+from bench.launch import MARK
+from bench.plan import Plan
+from keepstep.cli.cluster import SYNCHRONOUS
+from keepstep.config import OrchestratorConfig
+from keepstep.config import load as load_config
+from tests.unit.test_bench_tables import a_result, a_run
+
+
+@pytest.mark.parametrize("module", [torchft, checkpoint_restart])
+def test_who_is_started_again_can_be_struck_before_it_loads(module: ModuleType):
+    """A worker has its rank as soon as it knows its number, in both arms alike."""
+    source = inspect.getsource(module.train)
+    assert source.index("init_process_group") < source.index("log.start()")
+    assert source.index("log.start()") < source.index("Windows(plan)") < source.index("bare_model")
+
+
+def test_a_start_in_the_truth_is_not_readiness_for_the_first_quorum(tmp_path, monkeypatch):
+    plan = Plan(world=2, directory=str(tmp_path / "run"))
+    plan.write()
+    monkeypatch.setattr(torchft, "READY_SECONDS_MAX", 0.0)
+    for rank in range(2):
+        (plan.truth / f"rank-{rank}.jsonl").touch()
+    torchft.wait_for_all(plan, 0)
+    ready = plan.room / "ready"
+    assert [path.name for path in ready.iterdir()] == ["rank-0"], "the other one builds its model"
+    torchft.wait_for_all(plan, 1)
+    monkeypatch.setattr(torchft, "READY_SECONDS_MAX", 1e9)
+    torchft.wait_for_all(plan, 1)
+
+
+def test_a_stopped_shard_is_given_up_by_its_partner_as_in_a_restarted_job():
+    own = checkpoint_restart.COLLECTIVE_SECONDS
+    for name in ("torchft", "torchft:tuned"):
+        assert load(name).settings["collective_seconds"] == own
+    assert load("torchft:20-5000-1000").settings["collective_seconds"] == 40.0, "after the group's"
+
+
+def test_keepsteps_journal_waits_for_the_disk_where_there_are_several_machines(tmp_path):
+    around = environment_of(Plan(directory=str(tmp_path)))
+    told = keepstep.orchestrators_own(around)
+    assert told[SYNCHRONOUS] == "full"
+    assert MARK in around
+    assert MARK not in told
+    config = load_config(OrchestratorConfig, None, {SYNCHRONOUS: told[SYNCHRONOUS]})
+    assert config.journal_synchronous == "full"
+
+
+def test_timeouts_that_were_tuned_for_something_else_are_labelled():
+    def told(scenario: str, **plan: str) -> str:
+        result = a_result((a_run("bare", 10.0), a_run("torchft", 13.0), a_run("torchft:tuned", 12)))
+        (case,) = result["cases"]
+        case["scenario"] = scenario
+        case["plan"] |= plan
+        under = tables.terminal(tables.apart([result]))
+        assert ("tuned for" in under) == ("tuned for" in readme.markdown([result], ["f"]))
+        return under
+
+    assert "tuned for" not in told("kills")
+    for under in (told("hangs"), told("kills", parallel="hsdp"), told("kills", size="100m")):
+        assert "torchft:tuned: its timeouts were tuned for kills, ddp 3m, and not here" in under
+        assert under.count("tuned for") == 1
+
+
+def test_the_matrix_says_where_timeouts_come_from():
+    arms = ("bare", "torchft", "torchft:tuned")
+    line = campaign.line_of(campaign.Job("hangs", "ddp", "3m", arms, 1), arms)
+    assert (
+        line
+        == "hangs, ddp 3m, 1x: bare, torchft, torchft:tuned (torchft:tuned tuned for kills, ddp 3m)"
+    )
+    line = campaign.line_of(campaign.Job("kills", "hsdp", "3m", arms, 1, "kills, fsdp 3m"), arms)
+    assert line.endswith(
+        "(interval tuned for kills, fsdp 3m; torchft:tuned tuned for kills, ddp 3m)"
+    )
+    assert "(" not in campaign.line_of(campaign.Job("kills", "ddp", "3m", arms, 1), arms)
