@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from keepstep.errors import Permanent
 from keepstep.training import patrol, replay
 from keepstep.training.cover import PARTS, Capsule, Keeping, Owner, parts_of, read_record
-from keepstep.training.covering import Covering, _goes_on, make_again
+from keepstep.training.covering import Covering, _goes_on, _Ward, make_again
 from keepstep.training.digest import byte_view
 from keepstep.training.exchange import Exchange, Frame
 from keepstep.training.holders import agree, held_by
 from keepstep.training.kept import CAPSULE_STEPS, RECORD, Kept, Sizes, kept_path
+from keepstep.training.optimizers import Around
 from keepstep.training.raw import tensor_bytes, tensor_view
 from keepstep.training.registry import Registry
 from keepstep.training.uncovered import Uncovered
@@ -576,3 +577,109 @@ def test_a_mirror_that_got_a_whole_capsule_at_once_leads_on_from_it(tmp_path: Pa
         assert keeping.kept.reach() == (1 if step < 4 else 4, step + 1)
         shard.update(gradients, step)
     assert rebuild(Kept(keeping.path), 8) == shard.content()
+
+
+def around(covering: Covering, optimizer: torch.optim.Optimizer) -> list[list[Frame]]:
+    """As a session does it. What comes to be written ahead, step by step."""
+    told: list[list[Frame]] = []
+
+    def before(beyond: str) -> None:
+        covering.update_begins(beyond)
+        told.append(recorded(covering, len(told)))
+        covering.voted()
+
+    Around(optimizer, before, covering.updated)
+    return told
+
+
+def trains(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, how: str) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).pow(2).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    scaler = torch.amp.GradScaler("cpu", 1024.0, enabled=how == "scaled")
+    if how == "closure":
+        optimizer.step(closure)
+        return
+    closure()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("how", "fused", "says"),
+    [("closure", False, "closure"), ("closure", True, "closure"), ("scaled", True, "unscales")],
+)
+def test_an_update_that_gradients_do_not_lead_to_is_a_hole_and_said_once(
+    how: str, fused: bool, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    covering = covering_of(keeper_of(optimizer, model=model))
+    covering._owner.covered(0)
+    told = around(covering, optimizer)
+    for kind in ("plain", how, how, "plain", "plain"):
+        trains(model, optimizer, kind)
+    assert [frames == [(step, ())] for step, frames in enumerate(told)] == [0, 1, 1, 0, 0]
+    assert capsule_at(told[3]) == 3, "from there on it leads again"
+    assert capsule_at(told[4]) == -1
+    said = capsys.readouterr().err
+    assert said.count("keepstep: ") == said.count(says) == 1
+
+
+@pytest.mark.parametrize(("how", "fused"), [("plain", True), ("scaled", False)])
+def test_gradients_that_are_unscaled_before_the_update_lead_to_it(how: str, fused: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    covering = covering_of(keeper_of(optimizer, model=model))
+    told = around(covering, optimizer)
+    capsule = tensor_view(covering._capsule(0).raw)
+    trains(model, optimizer, how)
+    weights = tensor_bytes(model.weight)
+    record = memoryview(b"".join(bytes(part) for part in told[0][0][1]))
+    keeper = covering._keeper
+    keeper.reach = lambda point: None  # type: ignore[method-assign]
+    make_again(keeper, "0", [capsule, record], 1)
+    assert tensor_bytes(model.weight) == weights
+
+
+def test_a_closure_that_is_heard_of_after_the_record_is_a_change() -> None:
+    """Whoever calls grads_ready by hand calls it before optimizer.step()."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    covering = covering_of(keeper_of(optimizer, model=model))
+    Around(optimizer, covering.update_begins, covering.updated)
+    recorded(covering, 0)
+    covering.voted()
+    trains(model, optimizer, "closure")
+    assert covering._still.moved()
+    assert covering.reach() == ()
+    assert capsule_at(recorded(covering, 1)) == 1
+
+
+class Derived(torch.optim.AdamW):
+    """May do anything."""
+
+
+@pytest.mark.parametrize("kind", [Derived, torch.optim.Adafactor, torch.optim.Muon])
+def test_an_optimizer_that_may_look_at_more_than_an_element_has_no_cover(
+    kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    covering = Covering(keeper_of(kind(model.parameters(), lr=0.1), model=model))
+    assert covering._need() is None
+    assert covering._need() is None
+    assert capsys.readouterr().err.count(f"{kind.__name__} is not known") == 1
+
+
+def test_nobody_waits_for_a_rank_whose_cover_ended(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    covering = Covering(keeper_of(torch.optim.SGD(model.parameters(), lr=0.1), model=model))
+    covering._exchange = SimpleNamespace()  # type: ignore[assignment]
+    covering._ward = _Ward(1, Keeping(tmp_path, 1))
+    row = {"whole": True, "need": None, "reach": None, "room": None}
+    covering._take_over(4, 1, row, row)
+    assert covering._ward is None
+    assert covering._former is not None, "until this generation trains it may be all there is"

@@ -101,7 +101,7 @@ def test_training_evaluating_and_saving_change_nothing(cut: bool, options: dict[
     model, optimizer = made(cut=cut, **options)
     still = still_of(model, optimizer)
     seen: list[bool] = []
-    Around(optimizer, lambda: seen.append(still.moved()), still.remember)
+    Around(optimizer, lambda _: seen.append(still.moved()), still.remember)
     still.remember()
     for _ in range(3):
         train(model, optimizer)
@@ -130,7 +130,7 @@ def test_hooks_lie_next_to_the_update_whoever_registers_when() -> None:
     told: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: told.append("clip"))
     optimizer.register_step_post_hook(lambda *_: told.append("shrink"))
-    around = Around(optimizer, lambda: told.append("["), lambda: told.append("]"))
+    around = Around(optimizer, lambda _: told.append("["), lambda: told.append("]"))
     optimizer.register_step_pre_hook(lambda *_: told.append("clip late"))
     optimizer.register_step_post_hook(lambda *_: told.append("shrink late"))
     around.close_in()

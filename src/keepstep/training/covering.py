@@ -66,6 +66,8 @@ class Covering:
         """And it is not known that the mirror has it as it is now."""
         self._strange = False
         """That happens all the time: there is no cover any more."""
+        self._beyond = ""
+        """What the update that comes next goes by beside its record; empty: nothing."""
 
     # ------------------------------------------------------------ a generation begins
 
@@ -114,6 +116,9 @@ class Covering:
         registry = self._keeper.registry
         if self._mine not in registry.portions() or len(registry.optimizers) > 1:
             return None
+        if strange := replay.strange(registry.optimizers.values()):
+            self._keeper.uncovered.strange_optimizer(strange)
+            return None
         of_optimizer = tuple(f"{name}." for name in registry.optimizers)
         plain = sum(size_bytes(t) for n, t in tensors if not n.startswith(of_optimizer))
         made = sum(size_bytes(t) for n, t in tensors if n.startswith(of_optimizer))
@@ -147,6 +152,9 @@ class Covering:
         self, boundary: int, ward: int, theirs: dict[str, Any], mine: dict[str, Any]
     ) -> None:
         assert self._exchange is not None, "opened above"
+        if theirs["need"] is None:
+            # It sends nothing from now on, and nobody may wait for it.
+            self._former, self._ward = self._former or self._ward, None
         if not theirs["whole"] or theirs["need"] is None or _goes_on(boundary, mine, theirs):
             return
         # Into memory of its own, which goes when it is kept: it is as large as the shard.
@@ -206,6 +214,11 @@ class Covering:
     def _record(self, room: Sizes, step: int, *, updates: bool) -> list[Frame]:
         registry = self._keeper.registry
         hole: list[Frame] = [(step, ())]
+        if self._beyond:
+            # After this step only a whole capsule is what it says.
+            self._beyond, self._changed = "", False
+            self._owner.begin_anew()
+            return hole
         self._changed = not self._strange and self._still.moved()
         if self._changed:
             self._unproven, self._strange = True, self._changed_before
@@ -257,11 +270,21 @@ class Covering:
         ward.keeping.kept, ward.keeping.spoilt = None, ""
         return portion.name_of([ward.rank]), f"cover of rank {ward.rank}: {found}"
 
+    def update_begins(self, beyond: str) -> None:
+        """An update comes next. `beyond`: what it goes by, beside its gradients and settings."""
+        self._beyond = beyond
+        if beyond:
+            self._keeper.uncovered.beyond_gradients(beyond)
+
     def updated(self) -> None:
         """What this rank alone holds is what a cover leads to. From here on to the next record
         nothing may change it."""
         if self._strange or (self._sizes is None and self._ward is None):
             self._still.forget()
+        elif self._beyond:
+            # It was recorded before anybody knew (grads_ready was called by hand): then it is a
+            # change like any other that no record tells of.
+            self._beyond = ""
         else:
             self._still.remember()
 

@@ -6,7 +6,7 @@ Of ZeRO's optimizer the one inside is meant, which has the state of this rank's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,20 @@ def conform_state(
             state[key] = torch.zeros(shape, dtype=dtype, device=device)
 
 
+def beyond_gradients(optimizer: Any, given: Iterable[Any]) -> str:
+    """What an update goes by that is neither a gradient, nor a setting, nor state; empty: nothing.
+
+    `given`: what its step was called with. An update that is made again is called with nothing.
+    """
+    if any(value is not None for value in given):
+        return "optimizer.step is called with a closure or other arguments"
+    # Fused kernels unscale by themselves: a scaler leaves its scale, and what it found, here.
+    for each in (optimizer, zero.inside(optimizer)):
+        if any(getattr(each, name, None) is not None for name in ("grad_scale", "found_inf")):
+            return "a fused optimizer unscales gradients inside its step (leave out fused=True)"
+    return ""
+
+
 class Around:
     """Two hooks, right before an optimizer's update and right after it.
 
@@ -117,10 +131,13 @@ class Around:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        before: Callable[[], None],
+        before: Callable[[str], None],
         after: Callable[[], None],
     ) -> None:
-        self._before = optimizer.register_step_pre_hook(lambda *_: before()).id
+        """`before` hears why gradients as they are then say too little; empty: they say all."""
+        self._before = optimizer.register_step_pre_hook(
+            lambda of, args, kwargs: before(beyond_gradients(of, (*args[1:], *kwargs.values())))
+        ).id
         self._after = optimizer.register_step_post_hook(lambda *_: after()).id
         self._all_before: Any = optimizer._optimizer_step_pre_hooks
         self._all_after: Any = optimizer._optimizer_step_post_hooks

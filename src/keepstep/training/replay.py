@@ -40,6 +40,22 @@ BY_ELEMENT = frozenset(
 """Optimizers that treat each element by itself: a part is updated as the whole would be."""
 
 
+def strange(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """An optimizer whose steps cannot be made again on one rank alone; empty: there is none.
+
+    With what it holds in parts it might talk to other ranks, or look at more than a part. The one
+    inside ZeRO's has whole parameters. A class of one's own may do anything, also if it is derived.
+    """
+    return next(
+        (
+            type(optimizer).__name__
+            for optimizer in optimizers
+            if not zero.is_zero(optimizer) and type(optimizer) not in BY_ELEMENT
+        ),
+        "",
+    )
+
+
 def load_capsule(
     raw: memoryview, conform: Callable[[Any], Sequence[torch.Tensor]]
 ) -> dict[str, Any]:

@@ -373,8 +373,14 @@ class Session:
         for name, part in self.parts.items():
             keeper.registry.add(name, part)
         for optimizer in keeper.registry.optimizers.values():
-            self._hooks.append(Around(optimizer, self.grads_ready, self._one_update_done))
+            self._hooks.append(Around(optimizer, self._update_begins, self._one_update_done))
             halfway.watch(keeper, optimizer)
+
+    def _update_begins(self, beyond: str) -> None:
+        keeper = self._keeper
+        if keeper is not None and keeper.covering is not None and keeper.boundary.in_attempt:
+            keeper.covering.update_begins(beyond)
+        self.grads_ready()
 
     def _one_update_done(self) -> None:
         self._optimizers_done += 1

@@ -132,6 +132,18 @@ class Uncovered:
             "several, its loss is a fallback to the newest checkpoint"
         )
 
+    def beyond_gradients(self, why: str) -> None:
+        self._say(
+            f"{why}: gradients alone do not lead to what one rank holds alone, so it has no second "
+            "home after such a step, and a loss of that rank is a fallback to the newest checkpoint"
+        )
+
+    def strange_optimizer(self, kind: str) -> None:
+        self._say(
+            f"{kind} is not known to update each element by itself: what one rank holds alone has "
+            "no second home with it, and its loss is a fallback to the newest checkpoint"
+        )
+
     def evaluation_moves(self) -> None:
         self._say(
             "a fault ended an evaluation that had changed parameters: this rank's are not used any "
