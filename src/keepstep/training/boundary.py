@@ -102,14 +102,14 @@ class Boundary:
         """
         buffers = self.registry.buffers()
         if self._resting is None:
-            self._resting = self.registry.untrained()
+            self._resting = self.registry.buffer_room.untrained()
         elif any(module.training for module in self._resting):
             self._resting = [module for module in self._resting if not module.training]
             self._learn_anew()
         if self._moving is None and self._watched >= _LEARNING_STEPS:
             self._moving = {n for n, b in buffers if not _same_bytes(self._shadows.get(n), b)}
             # Statistics may lie still for long, where a layer is skipped, and then move unseen.
-            self._moving |= self._seen_moving | self.registry.statistics()
+            self._moving |= self._seen_moving | self.registry.buffer_room.statistics()
         for name, buffer in buffers:
             shadow = self._shadows.get(name)
             if shadow is None or shadow.shape != buffer.shape or shadow.dtype != buffer.dtype:

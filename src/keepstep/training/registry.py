@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from keepstep import portion as portions
 from keepstep.errors import ConfigError, NoHome
 from keepstep.training import private, zero
+from keepstep.training.buffers import Buffers
 from keepstep.training.capsule import DigestCache, byte_view, combine, digest
 from keepstep.training.holders import Holders, View, Views, find_private, is_cut, local_of
 from keepstep.training.listing import Listing, Place
@@ -91,7 +92,7 @@ class Registry:
         self._looked_key: Any = None
         self._looked_by: Holders | None = None
         self._looked: dict[tuple[str, str], list[Any]] = {}
-        self._buffer_places: list[tuple[str, nn.Module, str]] = []
+        self.buffer_room = Buffers(self.modules)
         self._kept: dict[str, list[tuple[str, nn.Parameter]]] = {}
         """Parameters of modules that are cut, as they were registered. FSDP2 puts others in their
         place while it runs, and DDP over a mesh hides them for good in its first forward pass."""
@@ -107,6 +108,7 @@ class Registry:
             )
         if isinstance(part, nn.Module):
             self.modules[name] = part
+            self.buffer_room.look_anew()
             self._replicated += ddp_modules(part)
             self._views.note(part)
             if is_cut(part):
@@ -148,11 +150,17 @@ class Registry:
     def look_anew(self) -> None:
         """The program may have put other tensors in the places of those that were looked up."""
         self._looks += 1
+        self.buffer_room.look_anew()
 
     def look_again(self) -> None:
         """The same if there is a reason to: for a step that goes over all tensors anyway."""
         if not self._listing[1].still_true():
             self.look_anew()
+
+    def placed(self) -> list[tuple[str, Any, torch.Tensor]]:
+        """All of `tensors`, each with what the program has in its place."""
+        listed = zip(self.places(), self.fixed(), strict=True)
+        return [*((n, p.held(), t) for p, (n, t) in listed), *self.buffer_room.held()]
 
     def layout_key(self) -> tuple[int, ...]:
         """Changes when optimizers have made or dropped state; cheap enough for every step."""
@@ -166,29 +174,7 @@ class Registry:
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors that a forward pass may change, or replace: looked up each time."""
-        if not self._buffer_places:
-            self._buffer_places = list(self._find_buffers())
-        found = []
-        for name, module, key in self._buffer_places:
-            buffer = module._buffers[key]
-            if buffer is not None:
-                found.append((name, local_of(buffer)))
-        return found
-
-    def untrained(self) -> list[nn.Module]:
-        """Modules with buffers that are not in training mode."""
-        return [module for _, module, _ in self._buffer_places if not module.training]
-
-    def statistics(self) -> set[str]:
-        """Names of buffers that torch's own norms write to without raising a version."""
-        places = self._buffer_places
-        return {name for name, module, _ in places if hasattr(module, "track_running_stats")}
-
-    def _find_buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
-        for name, module in self.modules.items():
-            for path, inner in module.named_modules():
-                for key in inner._buffers:
-                    yield ".".join(part for part in (name, path, key) if part), inner, key
+        return [(name, part) for name, _, part in self.buffer_room.held()]
 
     # ------------------------------------------------------------ who holds what
 
@@ -196,10 +182,8 @@ class Registry:
         """How this rank sees the holders of everything registered, before they are agreed on."""
         views = self._views
         named = [(name, views.of(parameter)) for name, parameter in self._named_parameters()]
-        for name, module, key in self._find_buffers():
-            buffer = module._buffers[key]
-            if buffer is not None:
-                named.append((name, views.of(buffer)))
+        found = [(place.name, place.held()) for place in self.buffer_room.find()]
+        named += [(name, views.of(buffer)) for name, buffer in found if buffer is not None]
         for name, optimizer in self.optimizers.items():
             if zero.is_zero(optimizer):
                 # Also of who owns no parameter at all: plain values go with the narrowest portion,
@@ -227,7 +211,7 @@ class Registry:
     def under(self, name: str) -> list[torch.Tensor]:
         """Parameters and buffers of this name, or of the part that is called so."""
         named: list[tuple[str, torch.Tensor | None]] = list(self._named_parameters())
-        named += [(known, module._buffers[key]) for known, module, key in self._find_buffers()]
+        named += [(place.name, place.held()) for place in self.buffer_room.find()]
         return [
             tensor
             for known, tensor in named
@@ -355,7 +339,8 @@ class Registry:
 
     def _private_is_fixed(self) -> bool:
         """Is any parameter private? Hardly ever, and then a step need not look through them."""
-        return len(self.private) > sum(name in self.private for name, _, _ in self._buffer_places)
+        buffers = self.buffer_room.places()
+        return len(self.private) > sum(place.name in self.private for place in buffers)
 
     def compared(self, rows: Sequence[Any], *, first: bool, settled: bool) -> bool:
         """Learn from all ranks' digests what is private. True if that is more than was known.

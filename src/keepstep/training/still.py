@@ -11,6 +11,7 @@ checkpoint that is loaded in place. A write to a few elements that raises no ver
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -61,6 +62,12 @@ class Still:
             tuple([tensor._version for tensor in self._counters]),
             _joined(self._samples),
         )
+
+
+def versions(held: Any) -> tuple[int, ...]:
+    """What torch's operations raise, where a tensor is the program's own; empty: it is gone."""
+    counted = _counting(held, held) if isinstance(held, torch.Tensor) else ()
+    return tuple([tensor._version for tensor in counted])
 
 
 def _counting(held: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
