@@ -17,7 +17,7 @@ from torch import nn
 from keepstep import wire
 from keepstep.errors import NoHome
 from keepstep.model import Rank
-from keepstep.page import NEWEST
+from keepstep.page import NEWEST, Ring
 from keepstep.training import mirror
 from keepstep.training.boundary import Boundary
 from keepstep.training.digest import digest
@@ -261,3 +261,27 @@ def test_an_entry_that_lacks_something_is_nobodys_home(
     assert found[0] == (payloads[0], "this node")
     assert found[1][0] is None
     assert "m.weight" in found[1][1]
+
+
+def test_a_private_buffer_that_outgrows_its_home_does_not_end_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, _, registry = built()
+    net.register_buffer("cache", torch.zeros(3))
+    registry.private = {"m.cache"}
+    keeper = AtWork(registry)
+    ring = Ring(tmp_path / "ring", payload_bytes_max=20_000, first=(0, b""))
+    keeper.homes._ring = ring
+    keeper.homes.put = ring.put  # type: ignore[method-assign]
+    for count in (3, 100_000, 100_000):
+        net.cache = torch.ones(count)
+        keeper.boundary.begin()
+        keeper.recorder.begin()
+        keeper.recorder.record(early=True)
+        keeper.boundary.grads_ready()
+        keeper.boundary.applied()
+        found = ring.get(keeper.boundary.step)
+        assert found is not None
+        assert decode_entry(found).lacks == (["m.cache"] if count > 3 else [])
+    assert capsys.readouterr().err.count("m.cache, which differs between ranks, has outgrown") == 1
+    assert decode_entry(keeper.recorder.entry()).lacks == [], "homes that are made anew have room"

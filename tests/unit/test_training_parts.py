@@ -22,10 +22,10 @@ from keepstep import wire
 from keepstep.errors import ConfigError, Permanent, Transient
 from keepstep.model import Generation, JobId, OrderId, Term
 from keepstep.page import RING_SLOTS
-from keepstep.training import private, raw, steplog
+from keepstep.training import private, raw, recovery, steplog
 from keepstep.training.boundary import Boundary
 from keepstep.training.finding import _foresee, _short_turns
-from keepstep.training.holders import Holders, find_private
+from keepstep.training.holders import Holders, agree, find_private, held_by
 from keepstep.training.inbox import Inbox
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, count_samples, warm_up
@@ -278,8 +278,97 @@ def test_state_of_another_shape_is_refused() -> None:
     one, two = Registry(), Registry()
     one.add("model", nn.Linear(2, 2))
     two.add("model", nn.Linear(2, 3))
-    with pytest.raises(ConfigError, match="same model"):
+    with pytest.raises(Permanent, match="same model"):
         one.conform(two.layout())
+
+
+class Table(nn.Module):
+    """Makes what it needs in its forward pass."""
+
+    table: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self, length: int = 2) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(length, 2), persistent=False)
+
+    def forward(self, length: int, mask: bool = False) -> None:
+        if length > self.table.shape[0]:
+            self.register_buffer("table", torch.ones(length, 2), persistent=False)
+        if mask and not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(3))
+
+
+def registered(table: Table) -> Registry:
+    registry = Registry()
+    registry.add("m", table)
+    registry.tensors()
+    return registry
+
+
+def test_a_joiner_gives_its_buffers_the_shapes_of_its_sources() -> None:
+    grown, fresh = Table(), Table()
+    source, joiner = registered(grown), registered(fresh)
+    grown.forward(5)
+    joiner.conform(source.layout())
+    assert joiner.layout() == source.layout()
+    assert fresh.table.shape == (5, 2)
+    assert dict(joiner.shared())["m.table"].data_ptr() == fresh.table.data_ptr(), "it lands there"
+
+
+def test_a_buffer_that_a_forward_pass_registers_is_state_on_all_ranks_alike() -> None:
+    early, late = Table(), Table()
+    # A joiner rehearses before it looks at its state, others look before their first step.
+    late.forward(2, mask=True)
+    source, joiner = registered(early), registered(late)
+    with pytest.raises(Permanent, match="same model"):
+        joiner.conform(source.layout())
+    early.forward(2, mask=True)
+    joiner.conform(source.layout())
+    assert [name for name, *_ in source.layout()] == ["m.table", "m.mask"]
+
+
+def test_a_buffer_that_is_deleted_is_gone() -> None:
+    table = Table()
+    registry = registered(table)
+    del table.table
+    assert registry.tensors() == []
+    assert registry.layout() == []
+
+
+def parted(table: Table, **more: nn.Module) -> Registry:
+    """Of a job of two ranks, whose holders were agreed on before the first step."""
+    registry = Registry(0, 2)
+    for name, module in {"m": table, **more}.items():
+        registry.add(name, module)
+    registry.holders = agree([registry.view(), Registry(1, 2).view()])
+    return registry
+
+
+def test_buffers_that_came_late_are_private_unless_all_have_them_and_are_no_flip() -> None:
+    table = Table()
+    registry = parted(table)
+    known = registry.shared_digests(late=False)
+    table.forward(2, mask=True)
+    assert registry.shared_digests(late=False) == known
+    assert registry.shared_digests() != known
+    both, one = [("m.table", "a"), ("m.mask", "b")], [("m.table", "a")]
+    assert find_private([both, both], registry.holders) == set()
+    assert find_private([both, one], registry.holders) == {"m.mask"}
+
+
+def test_a_buffer_that_comes_where_all_is_cut_is_its_ranks_own() -> None:
+    table, alone = Table(), nn.Linear(2, 2)
+    del table.table
+    held_by(alone, [0])
+    registry = parted(table, alone=alone)
+    assert registry.portions() == ("0",)
+    before = registry.shared_digests()
+    known = registry.view()
+    table.register_buffer("mask", torch.ones(3))
+    assert registry.shared_digests() == before
+    assert [name for name, _ in registry.private_tensors()] == ["m.mask"]
+    assert registry.view() == known, "a rerun rehearses before ranks agree, and finds the same"
 
 
 def test_tensors_that_differ_between_ranks_are_private() -> None:
@@ -567,3 +656,25 @@ def test_a_checkpoint_that_nobody_can_publish_now_is_published_later() -> None:
         with pytest.raises(ConfigError, match="give at most 4096"):
             tell(SimpleNamespace(_keeper=keeper, step=8), "p" * 5000)
     assert kept == [save]
+
+
+def test_a_joiner_that_cannot_take_private_state_says_so_and_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def payload() -> bytes:
+        raise Permanent("40 bytes do not fit a tensor of shape (2,)")
+
+    monkeypatch.setattr(recovery, "Finding", lambda *_: SimpleNamespace(payload=payload))
+    monkeypatch.setattr(recovery, "_form_groups", lambda *_: None)
+    told: list[Any] = []
+    keeper = SimpleNamespace(
+        place=SimpleNamespace(rank=1),
+        boundary=SimpleNamespace(unwind=lambda: False, doubtful=""),
+        has_state=False,
+        uncovered=None,
+        reach=lambda point: None,
+        report=lambda kind, phase, seat, generation: told.append((kind, seat.problem)),
+    )
+    reform: Any = SimpleNamespace(moves=[SimpleNamespace(target=1)])
+    recovery._reform(keeper, 2, reform)  # type: ignore[arg-type]
+    assert told == [("Reformed", ""), ("Reform", "40 bytes do not fit a tensor of shape (2,)")]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from keepstep.training.holders import local_of
+from keepstep.training.holders import is_distributed, local_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,26 @@ class BufferPlace:
     def held(self) -> torch.Tensor | None:
         """What lies there now, as the program has it."""
         return self.module._buffers.get(self.key)
+
+    def put(self, held: torch.Tensor | None, value: torch.Tensor | None = None) -> None:
+        """What lay there before, as it was then."""
+        if held is not None and value is not None:
+            part = local_of(held)
+            if (part.shape, part.dtype) != (value.shape, value.dtype):
+                # It was given another size in place, and nothing is copied into that.
+                held = value.clone()
+            elif not same_bytes(value, part):
+                with torch.no_grad():
+                    part.copy_(value)
+        self.module._buffers[self.key] = held
+
+    def conform(self, dtype: str, shape: list[int]) -> None:
+        """Make room for what a source has, if it differs from what is here in its shape alone."""
+        held = self.held()
+        if held is None or is_distributed(held):
+            return
+        if str(held.dtype) == dtype and list(held.shape) != shape:
+            self.module._buffers[self.key] = held.new_empty(shape)
 
 
 class Buffers:
@@ -67,9 +87,25 @@ class Buffers:
         """Names of buffers that torch's own norms write to without raising a version."""
         return {p.name for p in self.places() if hasattr(p.module, "track_running_stats")}
 
+    def conform(self, kinds: Mapping[str, tuple[str, list[int]]]) -> None:
+        """Of those that are named."""
+        for place in self.places():
+            if place.name in kinds:
+                place.conform(*kinds[place.name])
+
     def find(self) -> Iterator[BufferPlace]:
         """Through all modules."""
         for name, module in self._modules.items():
             for path, inner in module.named_modules():
                 for key in inner._buffers:
                     yield BufferPlace(".".join(p for p in (name, path, key) if p), inner, key)
+
+
+def same_bytes(left: torch.Tensor | None, right: torch.Tensor) -> bool:
+    if left is None or left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    # Compared as bytes: a NaN equals itself here.
+    return torch.equal(
+        left.reshape(-1).view(torch.uint8),
+        right.detach().contiguous().reshape(-1).view(torch.uint8),
+    )

@@ -177,7 +177,7 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
         if receiving:
             # Before anything lands: a survivor's older state is still whole.
             check_whole(payload)
-    except NoHome as error:
+    except Permanent as error:
         unfit = wire.SeatReport(rank, problem=str(error))
         keeper.report("Reform", Phase.VERIFY, unfit, generation)
         return

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from keepstep import portion as portions
-from keepstep.errors import ConfigError, NoHome
+from keepstep.errors import ConfigError, NoHome, Permanent
 from keepstep.training import private, zero
 from keepstep.training.buffers import Buffers
 from keepstep.training.capsule import DigestCache, byte_view, combine, digest
@@ -93,6 +93,8 @@ class Registry:
         self._looked_by: Holders | None = None
         self._looked: dict[tuple[str, str], list[Any]] = {}
         self.buffer_room = Buffers(self.modules)
+        self._known_buffers: set[str] = set()
+        """Those that were there when their module was registered, as on every rank."""
         self._kept: dict[str, list[tuple[str, nn.Parameter]]] = {}
         """Parameters of modules that are cut, as they were registered. FSDP2 puts others in their
         place while it runs, and DDP over a mesh hides them for good in its first forward pass."""
@@ -109,6 +111,7 @@ class Registry:
         if isinstance(part, nn.Module):
             self.modules[name] = part
             self.buffer_room.look_anew()
+            self._known_buffers |= {place.name for place in self.buffer_room.find()}
             self._replicated += ddp_modules(part)
             self._views.note(part)
             if is_cut(part):
@@ -182,7 +185,8 @@ class Registry:
         """How this rank sees the holders of everything registered, before they are agreed on."""
         views = self._views
         named = [(name, views.of(parameter)) for name, parameter in self._named_parameters()]
-        found = [(place.name, place.held()) for place in self.buffer_room.find()]
+        places = [p for p in self.buffer_room.find() if p.name in self._known_buffers]
+        found = [(place.name, place.held()) for place in places]
         named += [(name, views.of(buffer)) for name, buffer in found if buffer is not None]
         for name, optimizer in self.optimizers.items():
             if zero.is_zero(optimizer):
@@ -225,6 +229,15 @@ class Registry:
     def _key(self, name: str) -> str:
         return name if name in self.holders.of else name.rpartition(".")[0]
 
+    def _is_late(self, name: str) -> bool:
+        return bool(self.holders.of) and self._key(name) not in self.holders.of
+
+    def _is_private(self, name: str) -> bool:
+        if name in self.private or not self._is_late(name):
+            return name in self.private
+        # Where all is cut, nothing is everybody's, and nobody else could give it back.
+        return self.holders.everybody not in self.portions()
+
     def is_lonely(self, name: str) -> bool:
         """Does any rank hold its part of this tensor alone?"""
         return self.holders.is_lonely(self._key(name))
@@ -235,11 +248,11 @@ class Registry:
     def shared(self, portion: str | None = None) -> list[tuple[str, torch.Tensor]]:
         """What a replica can give back: all of it, or one portion."""
         if portion is None:
-            return [(name, t) for name, t in self.tensors() if name not in self.private]
+            return [(name, t) for name, t in self.tensors() if not self._is_private(name)]
         buffers = [
             (name, buffer)
             for name, buffer in self.buffers()
-            if name not in self.private and self.portion_of(name) == portion
+            if not self._is_private(name) and self.portion_of(name) == portion
         ]
         return [*self._looked_up("fixed", portion, self._find_fixed), *buffers]
 
@@ -326,7 +339,7 @@ class Registry:
         fixed = self._private_fixed() if self._private_is_fixed() else []
         if coming:
             fixed = [(name, LATER if self._is_updated(name) else t) for name, t in fixed]
-        named = [*fixed, *((n, t) for n, t in self.buffers() if n in self.private)]
+        named = [*fixed, *((n, t) for n, t in self.buffers() if self._is_private(n))]
         return named + [(f"{n}.generator", g.get_state()) for n, g in self.generators.items()]
 
     def _private_fixed(self) -> list[tuple[str, torch.Tensor]]:
@@ -437,7 +450,8 @@ class Registry:
                 other.load_state_dict(shaped_like(own, decode(plain[name])))
 
     def conform(self, layout: Layout, portion: str | None = None) -> None:
-        """Give the optimizers just the state tensors that the sources have, uninitialised.
+        """Give the optimizers just the state tensors that the sources have, uninitialised, and
+        buffers their shapes.
 
         A joiner has stepped a different number of times than its sources, so it may lack state
         that they hold, or hold state that they have not made yet. Sources of one portion speak of
@@ -452,6 +466,7 @@ class Registry:
                 owner = f"{name}.{index}"
                 if portion is None or self.holders.portion(owner, self.rank) == portion:
                     conform_state(optimizer, parameter, wanted.get(owner, {}))
+        self.buffer_room.conform({name: (dtype, shape) for name, dtype, shape, _ in layout})
         self.look_anew()
         own = self.layout(portion)
         if own != [(n, d, list(s), c) for n, d, s, c in layout]:
@@ -459,7 +474,7 @@ class Registry:
                 (f"{a} against {b}" for a, b in zip(own, layout, strict=False) if a != tuple(b)),
                 f"{len(own)} tensors against {len(layout)}",
             )
-            raise ConfigError(
+            raise Permanent(
                 f"this rank built other state than its peers: {differing}; "
                 "the script must build the same model on every rank"
             )
@@ -506,11 +521,16 @@ class Registry:
         self.look_anew()
         self._cache.forget()
 
-    def shared_digests(self, received: Mapping[str, str] | None = None) -> dict[str, str]:
-        """One digest per portion that this rank holds, plain values included."""
+    def shared_digests(
+        self, received: Mapping[str, str] | None = None, *, late: bool = True
+    ) -> dict[str, str]:
+        """One digest per portion that this rank holds, plain values included.
+
+        Not `late`: without buffers that were registered after all had agreed on who holds what.
+        """
         named: dict[str, list[tuple[str, str]]] = {portion: [] for portion in self.portions()}
         for name, value in self.digests(received):
-            if name not in self.private:
+            if not self._is_private(name) and (late or not self._is_late(name)):
                 named[self.portion_of(name)].append((name, value))
         plain = self.plain()
         return {portion: self.digest_of(portion, each, plain) for portion, each in named.items()}

@@ -57,7 +57,8 @@ class Rest:
         if self.every < 2 or step % self.every:
             return False
         self.looks += 1
-        rows = exchange_rows(keeper.groups, keeper.registry.shared_digests())
+        # Buffers that came later may be each rank's own, and no flip.
+        rows = exchange_rows(keeper.groups, keeper.registry.shared_digests(late=False))
         name, decided = minority(rows, keeper.place.rank)
         if not name:
             return False

@@ -370,6 +370,7 @@ class Session:
     # ------------------------------------------------------------ inside
 
     def _register(self, keeper: Keeper) -> None:
+        keeper.boundary.tell = keeper.uncovered.buffer_comes_or_goes
         for name, part in self.parts.items():
             keeper.registry.add(name, part)
         for optimizer in keeper.registry.optimizers.values():

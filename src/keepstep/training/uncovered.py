@@ -29,6 +29,7 @@ class Uncovered:
         self._idle: Randomness | None = None
         self._launched: Launched = None
         self._versions = 0
+        self._tells_of_buffers = True
         self.tail_moves = False
         """Registered tensors change after the update, inside the attempt."""
 
@@ -152,9 +153,26 @@ class Uncovered:
 
     def buffer_moves_unseen(self, name: str) -> None:
         self._say(
-            f"buffer {name} began to change in mid-run, through .data or a function that raises no "
-            "version: it cannot be put back, and this rank receives its state; if all do, that is "
-            "a fallback to the newest checkpoint. Write to it in place, with x.copy_"
+            f"buffer {name} was made in an attempt that broke, or began to change in mid-run "
+            "through .data or a function that raises no version: it cannot be put back, and this "
+            "rank receives its state; if all do, that is a fallback to the newest checkpoint. "
+            "Register it in __init__, and write to it in place, with x.copy_"
+        )
+
+    def buffer_comes_or_goes(self, name: str) -> None:
+        if not self._tells_of_buffers:
+            return
+        self._tells_of_buffers = False
+        self._say(
+            f"buffer {name} was registered, dropped or given another size after the session began: "
+            "who takes a lost rank's place has to make the same ones, in its start or its first "
+            "step, or the job falls back to its newest checkpoint; register buffers in __init__"
+        )
+
+    def entry_outgrown(self, name: str) -> None:
+        self._say(
+            f"{name}, which differs between ranks, has outgrown its second home: until the next "
+            "time that homes are made, the loss of a rank is a fallback to the newest checkpoint"
         )
 
     def private_moves(self, name: str, count: int) -> None:
