@@ -683,3 +683,19 @@ def test_nobody_waits_for_a_rank_whose_cover_ended(tmp_path: Path) -> None:
     covering._take_over(4, 1, row, row)
     assert covering._ward is None
     assert covering._former is not None, "until this generation trains it may be all there is"
+
+
+def test_sparse_gradients_are_a_hole_and_the_step_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    covering = covering_of(keeper_of(optimizer, model=model))
+    told = around(covering, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    assert told == [[(0, ())], [(1, ())]]
+    assert not covering._still.moved()
+    assert capsys.readouterr().err.count("gradients are sparse") == 1

@@ -214,6 +214,12 @@ class Covering:
     def _record(self, room: Sizes, step: int, *, updates: bool) -> list[Frame]:
         registry = self._keeper.registry
         hole: list[Frame] = [(step, ())]
+        gradients = [
+            local_of(parameter.grad) if updates and parameter.grad is not None else None
+            for _, parameter in self._parameters()
+        ]
+        if any(g is not None and g.layout is not torch.strided for g in gradients):
+            self.update_begins("gradients are sparse")
         if self._beyond:
             # After this step only a whole capsule is what it says.
             self._beyond, self._changed = "", False
@@ -227,10 +233,6 @@ class Covering:
         if self._strange:
             return hole
         tensors = self._tensors()
-        gradients = [
-            local_of(parameter.grad) if updates and parameter.grad is not None else None
-            for _, parameter in self._parameters()
-        ]
         meta = {
             "step": step,
             "slice": slice_digest(tensors, step),
