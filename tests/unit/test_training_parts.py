@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -252,6 +253,65 @@ def test_what_cannot_be_moved_exactly_is_refused_with_the_fix() -> None:
     registry.add("odd", (lambda: {"x": object()}, lambda _: None))
     with pytest.raises(ConfigError, match="plain values"):
         registry.plain()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2},
+        torch.float32,
+        b"bytes",
+        np.array([0.5]),
+        np.zeros(3),
+        np.longdouble(1),
+        torch.empty(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        [1, {"in": ({"deep": {3}},)}],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["a group", "a part"])
+def test_what_cannot_be_moved_exactly_is_refused_before_the_first_step(
+    value: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    session = Session({}, None)
+    registry = Registry()
+    registry.add("sgd", optimizer)
+    if where == "a group":
+        optimizer.param_groups[0]["odd"] = value
+    else:
+        registry.add("part", (lambda: {"odd": value}, lambda _: None))
+    started: list[Cursor] = []
+    session._keeper = SimpleNamespace(  # type: ignore[assignment]
+        registry=registry, starts_at_the_top=True, start=started.append
+    )
+    monkeypatch.setattr("keepstep.training.session.checkpoint.agree", lambda keeper: None)
+    with pytest.raises(
+        ConfigError, match=rf"'{'sgd' if where == 'a group' else 'part'}': state of"
+    ):
+        next(session.steps(DataLoader([1, 2])))
+    assert not started
+
+
+def test_what_an_optimizer_makes_in_its_first_step_is_checked_after_it() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    registry = Registry()
+    registry.add("sgd", optimizer)
+    registry.check_plain()
+    optimizer.state[parameter]["odd"] = {1}
+    with pytest.raises(ConfigError, match="type set"):
+        registry.compared([], first=True, settled=False)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert encode([np.float64(0.5), np.int64(3), np.bool_(True), np.float32(0.5)]) == [
+        0.5,
+        3,
+        1,
+        0.5,
+    ]
 
 
 def test_a_joiner_gets_just_the_optimizer_state_that_its_sources_have() -> None:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,37 +36,15 @@ from keepstep.training.optimizers import (
     plain_of,
     state_of,
 )
-from keepstep.training.plain import decode, encode, plain_digest, shaped_like
+from keepstep.training.plain import check_carried, decode, encode, plain_digest, shaped_like
 from keepstep.training.raw import bytes_tensor, fill_from_bytes, size_bytes
 from keepstep.training.reset import ddp_modules
+from keepstep.training.stateful import SaveRestore, Stateful
 
 T = TypeVar("T")
 Layout = list[tuple[str, str, list[int], bool]]
 LATER = torch.empty(0, dtype=torch.uint8)
 """In place of a private tensor that the coming update changes."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything that can say its state and take it back."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRestore:
-    """Model-aware mode: the user's own functions in place of a state_dict."""
-
-    save: Callable[[], dict[str, Any]]
-    restore: Callable[[dict[str, Any]], None]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.save()
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        self.restore(state_dict)
 
 
 class Registry:
@@ -360,6 +337,9 @@ class Registry:
 
         `first`: until now every buffer counted as private. `settled`: only buffers can become so.
         """
+        if first:
+            # Optimizers have made their state by now.
+            self.check_plain()
         found = find_private([[(str(n), str(d)) for n, d in row] for row in rows], self.holders)
         if settled:
             found -= {name for name, _ in self.fixed()}
@@ -399,12 +379,16 @@ class Registry:
 
     def plain(self) -> dict[str, Any]:
         """Everything that is no tensor in place: JSON-able, exact."""
-        plain: dict[str, Any] = {}
-        for name, optimizer in self.optimizers.items():
-            plain[name] = encode(plain_of(optimizer))
-        for name, other in self.others.items():
-            plain[name] = encode(other.state_dict())
-        return plain
+        return {name: encode(value) for name, value in self._plain_values()}
+
+    def _plain_values(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, plain_of(optimizer)) for name, optimizer in self.optimizers.items())
+        yield from ((name, other.state_dict()) for name, other in self.others.items())
+
+    def check_plain(self) -> None:
+        """Refuse now what else would be found out at the first fault, by all survivors at once."""
+        for name, value in self._plain_values():
+            check_carried(name, value)
 
     def syncs(self) -> list[bool]:
         """Whether DDP broadcasts buffers in its next forward pass: it remembers what the last one

@@ -149,6 +149,7 @@ class Session:
             # first, so it needs DDP's rebuilt buckets, which decide the order of summation.
             if not self._keeper.starts_at_the_top and not self._rehearsed:
                 yield from self._rehearse(cursor, accumulate)
+            self._keeper.registry.check_plain()
             self._keeper.start(cursor)
         while True:
             if self._keeper is not None:
