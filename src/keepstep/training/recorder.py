@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keepstep.training.generators import Generators, as_they_were, read_generators
-from keepstep.training.private import EntryWriter, completed, decode_entry
+from keepstep.training.private import LATER, EntryWriter, completed, decode_entry
 from keepstep.training.raw import size_bytes
-from keepstep.training.registry import LATER
 from keepstep.training.uncovered import is_watched
 
 if TYPE_CHECKING:

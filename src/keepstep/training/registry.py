@@ -43,8 +43,6 @@ from keepstep.training.stateful import SaveRestore, Stateful
 
 T = TypeVar("T")
 Layout = list[tuple[str, str, list[int], bool]]
-LATER = torch.empty(0, dtype=torch.uint8)
-"""In place of a private tensor that the coming update changes."""
 
 
 class Registry:
@@ -315,7 +313,7 @@ class Registry:
         """
         fixed = self._private_fixed() if self._private_is_fixed() else []
         if coming:
-            fixed = [(name, LATER if self._is_updated(name) else t) for name, t in fixed]
+            fixed = [(name, private.LATER if self._is_updated(name) else t) for name, t in fixed]
         named = [*fixed, *((n, t) for n, t in self.buffers() if self._is_private(n))]
         return named + [(f"{n}.generator", g.get_state()) for n, g in self.generators.items()]
 
@@ -351,8 +349,10 @@ class Registry:
         self.private |= found
         return bool(fresh)
 
-    def restore_private(self, name: str, raw: bytes) -> bool:
+    def restore_private(self, name: str, raw: bytes | None) -> bool:
         """Take one private tensor back; False if this rank knows no such name."""
+        if raw is None:
+            raise NoHome(private.not_carried([name]))
         key = name.removesuffix(".generator")
         if name.endswith(".generator") and key in self.generators:
             self.generators[key].set_state(bytes_tensor(raw))
@@ -360,6 +360,7 @@ class Registry:
         for known, tensor in self.tensors():
             if known == name:
                 if not raw and tensor.numel():
+                    # So an earlier release says that it was left out.
                     raise NoHome(private.not_carried([name]))
                 fill_from_bytes(tensor, raw)
                 return True
