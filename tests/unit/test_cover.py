@@ -699,3 +699,23 @@ def test_sparse_gradients_are_a_hole_and_the_step_goes_on(
     assert told == [[(0, ())], [(1, ())]]
     assert not covering._still.moved()
     assert capsys.readouterr().err.count("gradients are sparse") == 1
+
+
+def test_parameters_that_come_later_end_a_cover(capsys: pytest.CaptureFixture[str]) -> None:
+    model, more = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    keeper = keeper_of(optimizer, model=model, more=more)
+    covering = covering_of(keeper)
+    before, record = tensor_view(covering._capsule(0).raw), recorded(covering, 0)
+    assert record[0][1]
+    assert covering._need() is not None
+    raw = memoryview(b"".join(bytes(part) for part in record[0][1]))
+    optimizer.add_param_group({"params": list(more.parameters())})
+    for step in (1, 2):
+        assert recorded(covering, step) == [(step, ())]
+    assert covering._need() is None
+    assert capsys.readouterr().err.count("add_param_group before keepstep.session") == 1
+    # And one that was taken into a record by somebody else is refused.
+    keeper.reach = lambda point: None
+    with pytest.raises(Permanent, match="add_param_group"):
+        make_again(keeper, "0", [before, raw], 1)

@@ -342,6 +342,30 @@ def test_state_of_another_shape_is_refused() -> None:
         one.conform(two.layout())
 
 
+def test_state_of_an_optimizer_with_other_groups_is_refused() -> None:
+    def made() -> tuple[Registry, nn.Module, torch.optim.Optimizer]:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.AdamW(net[1].parameters())
+        registry = Registry(0, 2)
+        registry.add("m", net)
+        registry.add("o", optimizer)
+        registry.holders = agree([registry.view(), Registry(1, 2).view()])
+        return registry, net[0], optimizer
+
+    (source, late, optimizer), (joiner, _, _) = made(), made()
+    assert not source.regrouped()
+    optimizer.add_param_group({"params": list(late.parameters())})
+    assert source.regrouped()
+    assert not joiner.regrouped()
+    for take in (
+        lambda: joiner.load_plain(source.plain()),
+        lambda: joiner.load_settings(source.settings()),
+        lambda: joiner.load_hidden(source.hidden()),
+    ):
+        with pytest.raises(Permanent, match="add_param_group"):
+            take()
+
+
 class Table(nn.Module):
     """Makes what it needs in its forward pass."""
 
@@ -729,6 +753,7 @@ def test_a_joiner_that_cannot_take_private_state_says_so_and_lives(
     told: list[Any] = []
     keeper = SimpleNamespace(
         place=SimpleNamespace(rank=1),
+        registry=Registry(),
         boundary=SimpleNamespace(unwind=lambda: False, doubtful=""),
         has_state=False,
         uncovered=None,

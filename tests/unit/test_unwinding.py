@@ -291,3 +291,16 @@ def test_a_buffer_that_comes_goes_or_grows_is_told_of(capsys: pytest.CaptureFixt
     for name in told:
         uncovered.buffer_comes_or_goes(name)
     assert capsys.readouterr().err.count("keepstep: buffer model.table was") == 1
+
+
+def test_a_group_that_a_broken_attempt_added_makes_its_rank_receive() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    boundary = bounded(net)
+    boundary.registry.add("o", optimizer)
+    boundary.begin()
+    optimizer.add_param_group({"params": list(net[1].parameters())})
+    with boundary.rewound():
+        pass
+    boundary.unwind()
+    assert boundary.torn

@@ -237,8 +237,9 @@ class Boundary:
         snapshot = self._snapshot
         assert snapshot is not None, "an attempt begins with a snapshot"
         self.doubtful = self._find_doubtful()
-        if self.doubtful:
-            # The copy may be of a much older step: in doubt the rank is torn, and receives.
+        if self.doubtful or self._regrouped(snapshot):
+            # The copy may be of a much older step, and nothing takes a group out of an optimizer
+            # again: in doubt the rank is torn, and receives.
             self.torn = True
         self._put(snapshot, [] if sabotage.off("buffers") else self._laid, self._shadows)
 
@@ -264,10 +265,16 @@ class Boundary:
             place.put(held, values.get(place.name))
         for name, state in snapshot.others.items():
             self.registry.others[name].load_state_dict(copy.deepcopy(state))
-        for name, groups in snapshot.groups.items():
-            load_groups(self.registry.optimizers[name], groups)
+        if not self._regrouped(snapshot):
+            for name, groups in snapshot.groups.items():
+                load_groups(self.registry.optimizers[name], groups)
         self.registry.set_syncs(snapshot.syncs)
         self._put_generators(snapshot)
+
+    def _regrouped(self, snapshot: _Snapshot) -> bool:
+        """Did an attempt add groups of parameters to an optimizer?"""
+        optimizers = self.registry.optimizers
+        return any(len(optimizers[n].param_groups) != len(g) for n, g in snapshot.groups.items())
 
     def _put_generators(self, snapshot: _Snapshot | None) -> None:
         assert snapshot is not None, "an attempt begins with a snapshot"

@@ -116,6 +116,9 @@ class Covering:
         registry = self._keeper.registry
         if self._mine not in registry.portions() or len(registry.optimizers) > 1:
             return None
+        if registry.regrouped():
+            self._keeper.uncovered.regrouped()
+            return None
         if strange := replay.strange(registry.optimizers.values()):
             self._keeper.uncovered.strange_optimizer(strange)
             return None
@@ -214,6 +217,11 @@ class Covering:
     def _record(self, room: Sizes, step: int, *, updates: bool) -> list[Frame]:
         registry = self._keeper.registry
         hole: list[Frame] = [(step, ())]
+        if registry.regrouped():
+            # Nobody agreed on who holds what was added, and a record would miss it.
+            self._keeper.uncovered.regrouped()
+            self._changed = False
+            return hole
         gradients = [
             local_of(parameter.grad) if updates and parameter.grad is not None else None
             for _, parameter in self._parameters()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from keepstep.errors import Permanent
 from keepstep.training import zero
 from keepstep.training.holders import is_distributed, local_of
 from keepstep.training.plain import shaped_like
@@ -44,8 +45,19 @@ def plain_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"groups": groups, "state": state}
 
 
+def as_many(own: int, theirs: int, what: str) -> None:
+    """Refuse what is of an optimizer with more, or with fewer."""
+    if own != theirs:
+        raise Permanent(
+            f"an optimizer has {own} {what} here, and {theirs} where its state comes from: "
+            "optimizer.add_param_group has to be called before keepstep.session, on every rank"
+        )
+
+
 def load_hidden(optimizer: torch.optim.Optimizer, state: Sequence[Mapping[str, Any]]) -> None:
-    for parameter, values in zip(parameters_of(optimizer), state, strict=True):
+    parameters = parameters_of(optimizer)
+    as_many(len(parameters), len(state), "parameters")
+    for parameter, values in zip(parameters, state, strict=True):
         if values:
             state_of(optimizer)[parameter].update(values)
 
@@ -68,6 +80,7 @@ def _copied(value: Any) -> Any:
 
 @torch.no_grad()
 def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    as_many(len(optimizer.param_groups), len(groups), "parameter groups")
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
             # A tensor learning rate (capturable optimizers) must stay the same object.

@@ -97,6 +97,8 @@ def unwind(keeper: Keeper) -> None:
         keeper.rest.forget()
     if keeper.boundary.doubtful:
         keeper.uncovered.buffer_moves_unseen(keeper.boundary.doubtful)
+    if keeper.registry.regrouped():
+        keeper.uncovered.regrouped()
 
 
 def report_boundary(

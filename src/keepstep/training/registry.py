@@ -70,6 +70,7 @@ class Registry:
         self.buffer_room = Buffers(self.modules)
         self._known_buffers: set[str] = set()
         """Those that were there when their module was registered, as on every rank."""
+        self._agreed: list[list[int]] = []
         self._kept: dict[str, list[tuple[str, nn.Parameter]]] = {}
         """Parameters of modules that are cut, as they were registered. FSDP2 puts others in their
         place while it runs, and DDP over a mesh hides them for good in its first forward pass."""
@@ -158,6 +159,7 @@ class Registry:
 
     def view(self) -> View:
         """How this rank sees the holders of everything registered, before they are agreed on."""
+        self._agreed = self._grouped()
         views = self._views
         named = [(name, views.of(parameter)) for name, parameter in self._named_parameters()]
         places = [p for p in self.buffer_room.find() if p.name in self._known_buffers]
@@ -186,6 +188,15 @@ class Registry:
             for index, parameter in enumerate(parameters_of(optimizer))
             if id(parameter) not in known
         ]
+
+    def regrouped(self) -> bool:
+        """Has an optimizer other parameters than when all agreed on who holds what?"""
+        now = self._grouped()
+        self._agreed = self._agreed or now  # A joiner was told what others had agreed on.
+        return self._agreed != now
+
+    def _grouped(self) -> list[list[int]]:
+        return [[len(g["params"]) for g in o.param_groups] for o in self.optimizers.values()]
 
     def under(self, name: str) -> list[torch.Tensor]:
         """Parameters and buffers of this name, or of the part that is called so."""

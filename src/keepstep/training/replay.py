@@ -20,6 +20,7 @@ from keepstep.errors import Permanent
 from keepstep.training import zero
 from keepstep.training.cover import Record, landed, parts_of, read_capsule, views_of
 from keepstep.training.holders import is_distributed, local_of
+from keepstep.training.optimizers import as_many
 
 _State = dict[torch.Tensor, dict[str, Any]]
 BY_ELEMENT = frozenset(
@@ -77,6 +78,7 @@ def load_capsule(
 def gradients_of(record: Record, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The record's gradients, in the shapes of the local parameters."""
     sizes, dtypes = record.meta["sizes"], record.meta["dtypes"]
+    as_many(len(parameters), len(sizes), "parameters")
     left = iter(views_of(record))
     return [
         None if size < 0 else _shaped(next(left), dtype, parameter)

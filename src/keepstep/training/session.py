@@ -184,6 +184,8 @@ class Session:
             return self._step
         for hooks in self._hooks:
             hooks.close_in()
+        if self._keeper.registry.regrouped():
+            self._keeper.uncovered.regrouped()
         if not self._watches_compiler and "torch._dynamo" in sys.modules:
             self._watch_compiler()
         return self._keeper.begin()

@@ -127,6 +127,13 @@ class Uncovered:
             "than two tensors a parameter?): its loss is a fallback to the newest checkpoint"
         )
 
+    def regrouped(self) -> None:
+        self._say(
+            "an optimizer was given other parameters after the session began: who takes a lost "
+            "rank's place has none of them, so a loss is a fallback to the newest checkpoint; call "
+            "optimizer.add_param_group before keepstep.session"
+        )
+
     def several_optimizers(self) -> None:
         self._say(
             "state that one rank holds alone has a second home only with one optimizer: with "
