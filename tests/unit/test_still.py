@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from keepstep.training.optimizers import Around
+from keepstep.training.optimizers import BY_ELEMENT, Around
 from keepstep.training.registry import Registry
 from keepstep.training.still import Still
 
@@ -136,3 +136,39 @@ def test_hooks_lie_next_to_the_update_whoever_registers_when() -> None:
     around.close_in()
     optimizer.step()
     assert told == ["clip", "clip late", "[", "]", "shrink", "shrink late"]
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in a plain number, as some optimizers do inside ZeRO's."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+
+
+def test_a_counter_that_is_no_tensor_is_seen_when_it_is_reset() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    train_once(model, optimizer)
+    still = still_of(model, optimizer)
+    still.remember()
+    assert not still.moved()
+    optimizer.state[model.bias]["step"] = 0
+    assert still.moved()
+
+
+@pytest.mark.parametrize("kind", sorted(BY_ELEMENT, key=lambda each: each.__name__))
+def test_optimizers_that_go_by_element_keep_what_they_go_by_in_tensors(kind: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    for _ in range(2):
+        train_once(model, optimizer)
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    assert all(isinstance(value, torch.Tensor) or value is None for value in kept)
+
+
+def train_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()

@@ -17,6 +17,22 @@ from keepstep.training.holders import is_distributed, local_of
 from keepstep.training.plain import shaped_like
 
 _ATOMS = frozenset({bool, float, int, str, type(None)})
+BY_ELEMENT = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Optimizers that treat each element by itself: a part is updated as the whole would be."""
 
 
 def holds_tensors(state: Any) -> bool:
@@ -37,12 +53,24 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def plain_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    state = [
-        {k: v for k, v in state_of(optimizer).get(p, {}).items() if not isinstance(v, torch.Tensor)}
-        for p in parameters_of(optimizer)
-    ]
-    return {"groups": groups, "state": state}
+    state = [_beside_tensors(state_of(optimizer).get(p, {})) for p in parameters_of(optimizer)]
+    return {"groups": groups_of(optimizer), "state": state}
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def counters_of(optimizer: torch.optim.Optimizer) -> str:
+    """What its state holds beside tensors. Those that go by element have no such thing, or do not
+    read it; another one inside ZeRO's may."""
+    if type(zero.inside(optimizer)) in BY_ELEMENT:
+        return ""
+    return repr([_beside_tensors(entries) for entries in state_of(optimizer).values()])
+
+
+def _beside_tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in entries.items() if not isinstance(v, torch.Tensor)}
 
 
 def as_many(own: int, theirs: int, what: str) -> None:

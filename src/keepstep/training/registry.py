@@ -29,6 +29,7 @@ from keepstep.training.holders import Holders, View, Views, find_private, is_cut
 from keepstep.training.listing import Listing, Place
 from keepstep.training.optimizers import (
     conform_state,
+    groups_of,
     holds_tensors,
     load_groups,
     load_hidden,
@@ -426,7 +427,7 @@ class Registry:
 
     def settings(self) -> dict[str, Any]:
         """What the optimizers go by in their next step: learning rates and the like."""
-        return {n: encode(plain_of(o)["groups"]) for n, o in self.optimizers.items()}
+        return {n: encode(groups_of(o)) for n, o in self.optimizers.items()}
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         for name, optimizer in self.optimizers.items():

@@ -20,25 +20,9 @@ from keepstep.errors import Permanent
 from keepstep.training import zero
 from keepstep.training.cover import Record, landed, parts_of, read_capsule, views_of
 from keepstep.training.holders import is_distributed, local_of
-from keepstep.training.optimizers import as_many
+from keepstep.training.optimizers import BY_ELEMENT, as_many
 
 _State = dict[torch.Tensor, dict[str, Any]]
-BY_ELEMENT = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.Adamax,
-        torch.optim.AdamW,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
-"""Optimizers that treat each element by itself: a part is updated as the whole would be."""
 
 
 def strange(optimizers: Iterable[torch.optim.Optimizer]) -> str:
