@@ -130,12 +130,14 @@ def test_hooks_lie_next_to_the_update_whoever_registers_when() -> None:
     told: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: told.append("clip"))
     optimizer.register_step_post_hook(lambda *_: told.append("shrink"))
-    around = Around(optimizer, lambda _: told.append("["), lambda: told.append("]"))
+    around = Around(
+        optimizer, lambda _: told.append("["), lambda: told.append("]"), lambda: told.append(".")
+    )
     optimizer.register_step_pre_hook(lambda *_: told.append("clip late"))
     optimizer.register_step_post_hook(lambda *_: told.append("shrink late"))
     around.close_in()
     optimizer.step()
-    assert told == ["clip", "clip late", "[", "]", "shrink", "shrink late"]
+    assert told == ["clip", "clip late", "[", "]", "shrink", "shrink late", "."]
 
 
 class Counting(torch.optim.SGD):

@@ -36,6 +36,7 @@ from keepstep.training.raw import fill_from_bytes
 from keepstep.training.registry import Registry
 from keepstep.training.session import Session
 from keepstep.training.trouble import is_communication
+from keepstep.training.uncovered import Uncovered
 
 
 class Loaded(Dataset[torch.Tensor]):
@@ -763,3 +764,38 @@ def test_a_joiner_that_cannot_take_private_state_says_so_and_lives(
     reform: Any = SimpleNamespace(moves=[SimpleNamespace(target=1)])
     recovery._reform(keeper, 2, reform)  # type: ignore[arg-type]
     assert told == [("Reformed", ""), ("Reform", "40 bytes do not fit a tensor of shape (2,)")]
+
+
+def test_a_fault_in_the_programs_hook_behind_the_update_leaves_it_half_done() -> None:
+    """One that averages weights over ranks, say: nobody knows how far it came."""
+    session, registry = Session({}, None), Registry()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    breaks = [False, True]
+
+    def average(*_: object) -> None:
+        if breaks.pop(0):
+            raise RuntimeError("a peer is gone")
+
+    optimizer.register_step_post_hook(average)
+    session.parts = {"o": optimizer}
+    boundary = Boundary(registry)
+    keeper = SimpleNamespace(
+        registry=registry,
+        boundary=boundary,
+        covering=None,
+        uncovered=Uncovered(),
+        grads_ready=boundary.grads_ready,
+        update_done=boundary.update_done,
+    )
+    session._keeper = keeper  # type: ignore[assignment]
+    session._register(keeper)  # type: ignore[arg-type]
+    boundary.begin()
+    optimizer.step()
+    assert boundary.whole, "the tail may have changed nothing"
+    boundary.applied()
+    boundary.begin()
+    with pytest.raises(RuntimeError, match="peer is gone"):
+        optimizer.step()
+    assert not boundary.whole
+    assert boundary.unwind() is False
+    assert boundary.torn

@@ -55,6 +55,8 @@ class Boundary:
         """The optimizer has begun: from here on the step is not unwound."""
         self.updated = False
         """The optimizer is through."""
+        self.in_hooks = False
+        """The program's hooks behind it are not: nobody knows what they have changed."""
         self.torn = False
         """State is half received; this rank is no source."""
         self.unsynced = False
@@ -82,7 +84,7 @@ class Boundary:
         self._snapshot = self._now()
         self._shadow_buffers()
         self.in_attempt = True
-        self.updating = self.updated = False
+        self.updating = self.updated = self.in_hooks = False
         self._began_ns = time.monotonic_ns()
 
     def _now(self) -> _Snapshot:
@@ -185,7 +187,7 @@ class Boundary:
         if self.torn:
             return False
         if self.in_attempt and self.updating:
-            return self.updated and self._tail_done()
+            return self.updated and not self.in_hooks and self._tail_done()
         return True
 
     def _tail_done(self) -> bool:

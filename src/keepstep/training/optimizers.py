@@ -163,10 +163,11 @@ def beyond_gradients(optimizer: Any, given: Iterable[Any]) -> str:
 
 
 class Around:
-    """Two hooks, right before an optimizer's update and right after it.
+    """Hooks right before an optimizer's update and right after it, and one behind all others.
 
     A program has hooks of its own. One that changes gradients belongs before what is recorded of
-    them, and one that changes weights behind what is remembered, whoever registered first.
+    them, and one that changes weights behind what is remembered, whoever registered first. An
+    update is through when they are.
     """
 
     def __init__(
@@ -174,12 +175,14 @@ class Around:
         optimizer: torch.optim.Optimizer,
         before: Callable[[str], None],
         after: Callable[[], None],
+        left: Callable[[], None] = lambda: None,
     ) -> None:
         """`before` hears why gradients as they are then say too little; empty: they say all."""
         self._before = optimizer.register_step_pre_hook(
             lambda of, args, kwargs: before(beyond_gradients(of, (*args[1:], *kwargs.values())))
         ).id
         self._after = optimizer.register_step_post_hook(lambda *_: after()).id
+        self._left = optimizer.register_step_post_hook(lambda *_: left()).id
         self._all_before: Any = optimizer._optimizer_step_pre_hooks
         self._all_after: Any = optimizer._optimizer_step_post_hooks
         self.close_in()
@@ -190,3 +193,5 @@ class Around:
             self._all_before.move_to_end(self._before)
         if next(iter(self._all_after)) != self._after:
             self._all_after.move_to_end(self._after, last=False)
+        if next(reversed(self._all_after)) != self._left:
+            self._all_after.move_to_end(self._left)

@@ -377,7 +377,9 @@ class Session:
         for name, part in self.parts.items():
             keeper.registry.add(name, part)
         for optimizer in keeper.registry.optimizers.values():
-            self._hooks.append(Around(optimizer, self._update_begins, self._one_update_done))
+            self._hooks.append(
+                Around(optimizer, self._update_begins, self._one_update_done, self._hooks_done)
+            )
             halfway.watch(keeper, optimizer)
 
     def _update_begins(self, beyond: str) -> None:
@@ -389,8 +391,15 @@ class Session:
     def _one_update_done(self) -> None:
         self._optimizers_done += 1
         keeper = None if self._rehearsing else self._keeper
-        if keeper is not None and self._optimizers_done >= len(keeper.registry.optimizers):
+        if keeper is None:
+            return
+        keeper.boundary.in_hooks = True
+        if self._optimizers_done >= len(keeper.registry.optimizers):
             keeper.update_done()
+
+    def _hooks_done(self) -> None:
+        if self._keeper is not None:
+            self._keeper.boundary.in_hooks = False
 
     def _rehearse(self, cursor: Cursor, accumulate: int | None) -> Iterator[Any]:
         """A joiner runs the loop's body alone before it takes its seat; what it computes goes."""
