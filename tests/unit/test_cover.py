@@ -395,6 +395,17 @@ def test_a_step_that_its_owner_could_not_record_is_a_hole(tmp_path: Path) -> Non
     assert not looked_after(keeping)
 
 
+def test_a_hole_takes_the_place_of_a_record_of_the_same_step(tmp_path: Path) -> None:
+    """The step was left, and is made again otherwise."""
+    contents, keeping = train(tmp_path, 6, 4)
+    wire = Wire()
+    wire.send(5)
+    keeping.take(wire)  # type: ignore[arg-type]
+    assert keeping.kept is not None
+    assert (keeping.kept.reach() or (0, 0))[1] == 5
+    assert rebuild(keeping.kept, 5) == contents[5]
+
+
 def keeper_of(optimizer: torch.optim.Optimizer, **models: torch.nn.Module) -> Any:
     """Of a rank that holds all of it alone."""
     registry = Registry(0, 2)
@@ -455,7 +466,8 @@ def covering_of(keeper: Any) -> Covering:
 def recorded(covering: Covering, step: int) -> list[Frame]:
     """As write_ahead does it, with nobody at the other end."""
     frames = covering._record(ROOMY, step, updates=True)
-    if covering._changed and frames[0][1]:
+    covering._recorded = bool(frames[0][1])
+    if covering._changed and covering._recorded:
         covering._still.remember()
     return frames
 
@@ -542,6 +554,22 @@ def test_a_cover_goes_on_only_when_its_mirror_is_known_to_have_the_change() -> N
     assert not _goes_on(9, reaches, reaches), "the whole shard is sent"
     assert _goes_on(9, reaches, {**reaches, "moved": False})
     covering.voted()
+    assert not row_of(covering, keeper)["moved"]
+
+
+def test_behind_a_hole_a_mirror_is_not_known_to_have_the_change() -> None:
+    model = torch.nn.Linear(2, 2)
+    keeper = keeper_of(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    covering = covering_of(keeper)
+    with torch.no_grad():
+        model.weight.add_(1)
+    narrow = Sizes(capsule_bytes=20, record_bytes=1 << 16, slots=17)
+    assert covering._record(narrow, 9, updates=True) == [(9, ())]
+    covering._recorded = False
+    covering.voted()
+    covering.updated()
+    assert row_of(covering, keeper)["moved"]
+    assert capsule_at(trained(covering, model, 10)) == 10
     assert not row_of(covering, keeper)["moved"]
 
 

@@ -66,6 +66,8 @@ class Covering:
         """And it is not known that the mirror has it as it is now."""
         self._strange = False
         """That happens all the time: there is no cover any more."""
+        self._recorded = False
+        """The last record was one, and no hole."""
         self._beyond = ""
         """What the update that comes next goes by beside its record; empty: nothing."""
 
@@ -196,11 +198,11 @@ class Covering:
         exchange = self._exchange
         if exchange is None or sabotage.off("mirror"):
             return
-        known = True
+        self._recorded = True
         if self._sizes is not None:
             frames = self._record(self._sizes, step, updates=updates)
             exchange.send_all(frames)
-            known = bool(frames[0][1])
+            self._recorded = bool(frames[0][1])
         if (ward := self._ward) is not None:
             covered = ward.keeping.newest >= 0
             ward.keeping.take(exchange)
@@ -210,7 +212,7 @@ class Covering:
                 name = portion.name_of([ward.rank])
                 self._keeper.report_broken(self._keeper.generation, text, cover=name)
         exchange.flush()
-        if self._changed and known:
+        if self._changed and self._recorded:
             # My ward's change is here, as mine is on its way: a script does the same on all ranks.
             self._still.remember()
 
@@ -301,7 +303,9 @@ class Covering:
     def voted(self) -> None:
         """The mirror has this step's record: it would not have voted without it."""
         self._owner.sent()
-        self._changed_before, self._unproven = self._changed, False
+        self._changed_before = self._changed
+        # Behind a hole it has not, whatever it says.
+        self._unproven = self._unproven and not self._recorded
 
     def _capsule(self, boundary: int) -> Capsule:
         registry = self._keeper.registry
