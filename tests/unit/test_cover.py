@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from keepstep.errors import Permanent
 from keepstep.training import patrol, replay
 from keepstep.training.cover import PARTS, Capsule, Keeping, Owner, parts_of, read_record
-from keepstep.training.covering import Covering, _goes_on, make_again
+from keepstep.training.covering import Covering, _goes_on, _Ward, make_again
 from keepstep.training.digest import byte_view
 from keepstep.training.exchange import Exchange, Frame
 from keepstep.training.holders import agree, held_by
 from keepstep.training.kept import CAPSULE_STEPS, RECORD, Kept, Sizes, kept_path
+from keepstep.training.optimizers import Around
 from keepstep.training.raw import tensor_bytes, tensor_view
 from keepstep.training.registry import Registry
 from keepstep.training.uncovered import Uncovered
@@ -394,6 +395,17 @@ def test_a_step_that_its_owner_could_not_record_is_a_hole(tmp_path: Path) -> Non
     assert not looked_after(keeping)
 
 
+def test_a_hole_takes_the_place_of_a_record_of_the_same_step(tmp_path: Path) -> None:
+    """The step was left, and is made again otherwise."""
+    contents, keeping = train(tmp_path, 6, 4)
+    wire = Wire()
+    wire.send(5)
+    keeping.take(wire)  # type: ignore[arg-type]
+    assert keeping.kept is not None
+    assert (keeping.kept.reach() or (0, 0))[1] == 5
+    assert rebuild(keeping.kept, 5) == contents[5]
+
+
 def keeper_of(optimizer: torch.optim.Optimizer, **models: torch.nn.Module) -> Any:
     """Of a rank that holds all of it alone."""
     registry = Registry(0, 2)
@@ -454,7 +466,8 @@ def covering_of(keeper: Any) -> Covering:
 def recorded(covering: Covering, step: int) -> list[Frame]:
     """As write_ahead does it, with nobody at the other end."""
     frames = covering._record(ROOMY, step, updates=True)
-    if covering._changed and frames[0][1]:
+    covering._recorded = bool(frames[0][1])
+    if covering._changed and covering._recorded:
         covering._still.remember()
     return frames
 
@@ -544,6 +557,22 @@ def test_a_cover_goes_on_only_when_its_mirror_is_known_to_have_the_change() -> N
     assert not row_of(covering, keeper)["moved"]
 
 
+def test_behind_a_hole_a_mirror_is_not_known_to_have_the_change() -> None:
+    model = torch.nn.Linear(2, 2)
+    keeper = keeper_of(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    covering = covering_of(keeper)
+    with torch.no_grad():
+        model.weight.add_(1)
+    narrow = Sizes(capsule_bytes=20, record_bytes=1 << 16, slots=17)
+    assert covering._record(narrow, 9, updates=True) == [(9, ())]
+    covering._recorded = False
+    covering.voted()
+    covering.updated()
+    assert row_of(covering, keeper)["moved"]
+    assert capsule_at(trained(covering, model, 10)) == 10
+    assert not row_of(covering, keeper)["moved"]
+
+
 def test_a_step_that_is_made_again_with_its_change_is_one_change() -> None:
     model = torch.nn.Linear(2, 2)
     covering = covering_of(keeper_of(torch.optim.SGD(model.parameters(), lr=0.1), model=model))
@@ -576,3 +605,145 @@ def test_a_mirror_that_got_a_whole_capsule_at_once_leads_on_from_it(tmp_path: Pa
         assert keeping.kept.reach() == (1 if step < 4 else 4, step + 1)
         shard.update(gradients, step)
     assert rebuild(Kept(keeping.path), 8) == shard.content()
+
+
+def around(covering: Covering, optimizer: torch.optim.Optimizer) -> list[list[Frame]]:
+    """As a session does it. What comes to be written ahead, step by step."""
+    told: list[list[Frame]] = []
+
+    def before(beyond: str) -> None:
+        covering.update_begins(beyond)
+        told.append(recorded(covering, len(told)))
+        covering.voted()
+
+    Around(optimizer, before, covering.updated)
+    return told
+
+
+def trains(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, how: str) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).pow(2).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    scaler = torch.amp.GradScaler("cpu", 1024.0, enabled=how == "scaled")
+    if how == "closure":
+        optimizer.step(closure)
+        return
+    closure()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("how", "fused", "says"),
+    [("closure", False, "closure"), ("closure", True, "closure"), ("scaled", True, "unscales")],
+)
+def test_an_update_that_gradients_do_not_lead_to_is_a_hole_and_said_once(
+    how: str, fused: bool, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    covering = covering_of(keeper_of(optimizer, model=model))
+    covering._owner.covered(0)
+    told = around(covering, optimizer)
+    for kind in ("plain", how, how, "plain", "plain"):
+        trains(model, optimizer, kind)
+    assert [frames == [(step, ())] for step, frames in enumerate(told)] == [0, 1, 1, 0, 0]
+    assert capsule_at(told[3]) == 3, "from there on it leads again"
+    assert capsule_at(told[4]) == -1
+    said = capsys.readouterr().err
+    assert said.count("keepstep: ") == said.count(says) == 1
+
+
+@pytest.mark.parametrize(("how", "fused"), [("plain", True), ("scaled", False)])
+def test_gradients_that_are_unscaled_before_the_update_lead_to_it(how: str, fused: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    covering = covering_of(keeper_of(optimizer, model=model))
+    told = around(covering, optimizer)
+    capsule = tensor_view(covering._capsule(0).raw)
+    trains(model, optimizer, how)
+    weights = tensor_bytes(model.weight)
+    record = memoryview(b"".join(bytes(part) for part in told[0][0][1]))
+    keeper = covering._keeper
+    keeper.reach = lambda point: None  # type: ignore[method-assign]
+    make_again(keeper, "0", [capsule, record], 1)
+    assert tensor_bytes(model.weight) == weights
+
+
+def test_a_closure_that_is_heard_of_after_the_record_is_a_change() -> None:
+    """Whoever calls grads_ready by hand calls it before optimizer.step()."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    covering = covering_of(keeper_of(optimizer, model=model))
+    Around(optimizer, covering.update_begins, covering.updated)
+    recorded(covering, 0)
+    covering.voted()
+    trains(model, optimizer, "closure")
+    assert covering._still.moved()
+    assert covering.reach() == ()
+    assert capsule_at(recorded(covering, 1)) == 1
+
+
+class Derived(torch.optim.AdamW):
+    """May do anything."""
+
+
+@pytest.mark.parametrize("kind", [Derived, torch.optim.Adafactor, torch.optim.Muon])
+def test_an_optimizer_that_may_look_at_more_than_an_element_has_no_cover(
+    kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    covering = Covering(keeper_of(kind(model.parameters(), lr=0.1), model=model))
+    assert covering._need() is None
+    assert covering._need() is None
+    assert capsys.readouterr().err.count(f"{kind.__name__} is not known") == 1
+
+
+def test_nobody_waits_for_a_rank_whose_cover_ended(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    covering = Covering(keeper_of(torch.optim.SGD(model.parameters(), lr=0.1), model=model))
+    covering._exchange = SimpleNamespace()  # type: ignore[assignment]
+    covering._ward = _Ward(1, Keeping(tmp_path, 1))
+    row = {"whole": True, "need": None, "reach": None, "room": None}
+    covering._take_over(4, 1, row, row)
+    assert covering._ward is None
+    assert covering._former is not None, "until this generation trains it may be all there is"
+
+
+def test_sparse_gradients_are_a_hole_and_the_step_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    covering = covering_of(keeper_of(optimizer, model=model))
+    told = around(covering, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    assert told == [[(0, ())], [(1, ())]]
+    assert not covering._still.moved()
+    assert capsys.readouterr().err.count("gradients are sparse") == 1
+
+
+def test_parameters_that_come_later_end_a_cover(capsys: pytest.CaptureFixture[str]) -> None:
+    model, more = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    keeper = keeper_of(optimizer, model=model, more=more)
+    covering = covering_of(keeper)
+    before, record = tensor_view(covering._capsule(0).raw), recorded(covering, 0)
+    assert record[0][1]
+    assert covering._need() is not None
+    raw = memoryview(b"".join(bytes(part) for part in record[0][1]))
+    optimizer.add_param_group({"params": list(more.parameters())})
+    for step in (1, 2):
+        assert recorded(covering, step) == [(step, ())]
+    assert covering._need() is None
+    assert capsys.readouterr().err.count("add_param_group before keepstep.session") == 1
+    # And one that was taken into a record by somebody else is refused.
+    keeper.reach = lambda point: None
+    with pytest.raises(Permanent, match="add_param_group"):
+        make_again(keeper, "0", [before, raw], 1)

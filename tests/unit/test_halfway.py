@@ -72,6 +72,14 @@ def test_the_state_inside_is_this_ranks_alone_and_the_model_everybodys() -> None
     assert registry.synced() == ("0-1",)
 
 
+def test_any_optimizer_inside_has_whole_parameters() -> None:
+    _, optimizer = made()
+    assert replay.strange([optimizer]) == ""
+    optimizer.optim.__class__ = type("Derived", (torch.optim.Adam,), {})
+    assert replay.strange([optimizer]) == ""
+    assert replay.strange([optimizer.optim]) == "Derived"
+
+
 def test_a_step_made_again_is_the_owners_own_with_the_settings_of_then() -> None:
     model, optimizer = made()
     other, again = made()

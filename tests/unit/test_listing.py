@@ -17,16 +17,16 @@ from torch import nn
 from keepstep import wire
 from keepstep.errors import NoHome
 from keepstep.model import Rank
-from keepstep.page import NEWEST
+from keepstep.page import NEWEST, Ring
 from keepstep.training import mirror
 from keepstep.training.boundary import Boundary
 from keepstep.training.digest import digest
 from keepstep.training.homes import EntryHomes
 from keepstep.training.movement import SliceDigest
-from keepstep.training.private import EntryWriter, check_whole, decode_entry
+from keepstep.training.private import LATER, EntryWriter, check_whole, decode_entry
 from keepstep.training.raw import tensor_bytes
 from keepstep.training.recorder import Recorder
-from keepstep.training.registry import LATER, Registry
+from keepstep.training.registry import Registry
 from keepstep.training.rot import Rest
 from keepstep.training.uncovered import Uncovered
 
@@ -218,7 +218,9 @@ def test_private_state_that_an_update_changes_is_refused_rather_than_taken_one_u
     with pytest.raises(NoHome, match=r"m\.weight differs .* keepstep\.held_by"):
         check_whole(keeper.entry)
     with pytest.raises(NoHome, match=r"m\.weight"):
-        registry.restore_private("m.weight", b"")
+        registry.restore_private("m.weight", None)
+    with pytest.raises(NoHome, match=r"m\.weight"):
+        registry.restore_private("m.weight", b"")  # As an earlier release says it.
     # What no optimizer updates is in it, and whoever saves this boundary saves all of it.
     carried = dict(zip(entry.names, entry.tensors, strict=True))
     assert carried["m.bias"] == tensor_bytes(net.bias)
@@ -261,3 +263,40 @@ def test_an_entry_that_lacks_something_is_nobodys_home(
     assert found[0] == (payloads[0], "this node")
     assert found[1][0] is None
     assert "m.weight" in found[1][1]
+
+
+def test_a_private_buffer_that_outgrows_its_home_does_not_end_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, _, registry = built()
+    net.register_buffer("cache", torch.zeros(3))
+    registry.private = {"m.cache"}
+    keeper = AtWork(registry)
+    ring = Ring(tmp_path / "ring", payload_bytes_max=20_000, first=(0, b""))
+    keeper.homes._ring = ring
+    keeper.homes.put = ring.put  # type: ignore[method-assign]
+    for count in (3, 100_000, 100_000):
+        net.cache = torch.ones(count)
+        keeper.boundary.begin()
+        keeper.recorder.begin()
+        keeper.recorder.record(early=True)
+        keeper.boundary.grads_ready()
+        keeper.boundary.applied()
+        found = ring.get(keeper.boundary.step)
+        assert found is not None
+        assert decode_entry(found).lacks == (["m.cache"] if count > 3 else [])
+    assert capsys.readouterr().err.count("m.cache, which differs between ranks, has outgrown") == 1
+    assert decode_entry(keeper.recorder.entry()).lacks == [], "homes that are made anew have room"
+
+
+def test_a_private_tensor_without_elements_is_carried() -> None:
+    """An uneven cut leaves some rank with nothing."""
+    net, _, registry = built()
+    net.register_buffer("nothing", torch.empty(0))
+    registry.private = {"m.nothing"}
+    payload = EntryWriter().entry(3, {"pass": 0}, registry.private_tensors())
+    check_whole(payload)
+    (raw,) = decode_entry(payload).tensors
+    assert registry.restore_private("m.nothing", raw)
+    both = EntryWriter().entry(3, {}, [("m.nothing", net.nothing), ("m.weight", LATER)])  # type: ignore[list-item]
+    assert decode_entry(both).lacks == ["m.weight"]

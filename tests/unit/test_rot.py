@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from keepstep.training.digest import combine, digest
 from keepstep.training.registry import Registry
@@ -18,8 +24,17 @@ def flip(tensor: torch.Tensor) -> None:
     ctypes.c_uint8.from_address(tensor.data_ptr() + 2).value ^= 8
 
 
-def registered() -> tuple[Registry, nn.Module, torch.optim.Optimizer]:
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def registered(*, cut: bool = False) -> tuple[Registry, nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    if cut:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(5, 4)).sum().backward()
     optimizer.step()
@@ -40,17 +55,45 @@ def test_each_kind_of_tensor_is_looked_at() -> None:
         flip(tensor)
 
 
-def test_what_the_program_does_is_no_flip() -> None:
-    registry, model, optimizer = registered()
+DOES: dict[str, Callable[[Any, Any], object]] = {
+    "steps": lambda m, o: (m(torch.rand(5, 4)).sum().backward(), o.step()),
+    "zeroes": lambda m, o: m[0].bias.zero_(),
+    "shrinks": lambda m, o: next(m.parameters()).mul_(0.5),
+    "resets a moment": lambda m, o: next(iter(o.state.values()))["exp_avg"].zero_(),
+    "loads a model": lambda m, o: m.load_state_dict(
+        {key: value.detach().clone() * 2 for key, value in m.state_dict().items()}
+    ),
+    "loads an optimizer": lambda m, o: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    "makes moments anew": lambda m, o: o.state.clear(),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("does", DOES)
+def test_what_the_program_does_is_no_flip(does: str, cut: bool) -> None:
+    registry, model, optimizer = registered(cut=cut)
     rest = Rest(1)
     rest.remember(registry)
-    model(torch.rand(5, 4)).sum().backward()
-    optimizer.step()
-    with torch.no_grad():
-        model[0].bias.zero_()
+    assert rest.changed(registry) == []
+    with torch.set_grad_enabled(does == "steps"):
+        DOES[does](model, optimizer)
     changed = rest.changed(registry)
     # BatchNorm alone writes without raising a version: only a step may do that.
     assert set(changed) <= {"model.1.running_mean", "model.1.running_var"}
+
+
+@pytest.mark.usefixtures("group")
+def test_each_kind_of_part_is_looked_at() -> None:
+    registry, _, _ = registered(cut=True)
+    rest = Rest(1)
+    for name, part in registry.tensors():
+        rest.remember(registry)
+        registry.look_anew()
+        assert rest.changed(registry) == []
+        flip(part)
+        assert rest.changed(registry) == [name]
+        flip(part)
 
 
 def test_nothing_is_compared_with_state_that_is_being_received() -> None:

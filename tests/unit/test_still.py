@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from keepstep.training.optimizers import Around
+from keepstep.training.optimizers import BY_ELEMENT, Around
 from keepstep.training.registry import Registry
 from keepstep.training.still import Still
 
@@ -101,7 +101,7 @@ def test_training_evaluating_and_saving_change_nothing(cut: bool, options: dict[
     model, optimizer = made(cut=cut, **options)
     still = still_of(model, optimizer)
     seen: list[bool] = []
-    Around(optimizer, lambda: seen.append(still.moved()), still.remember)
+    Around(optimizer, lambda _: seen.append(still.moved()), still.remember)
     still.remember()
     for _ in range(3):
         train(model, optimizer)
@@ -130,9 +130,47 @@ def test_hooks_lie_next_to_the_update_whoever_registers_when() -> None:
     told: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: told.append("clip"))
     optimizer.register_step_post_hook(lambda *_: told.append("shrink"))
-    around = Around(optimizer, lambda: told.append("["), lambda: told.append("]"))
+    around = Around(
+        optimizer, lambda _: told.append("["), lambda: told.append("]"), lambda: told.append(".")
+    )
     optimizer.register_step_pre_hook(lambda *_: told.append("clip late"))
     optimizer.register_step_post_hook(lambda *_: told.append("shrink late"))
     around.close_in()
     optimizer.step()
-    assert told == ["clip", "clip late", "[", "]", "shrink", "shrink late"]
+    assert told == ["clip", "clip late", "[", "]", "shrink", "shrink late", "."]
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in a plain number, as some optimizers do inside ZeRO's."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+
+
+def test_a_counter_that_is_no_tensor_is_seen_when_it_is_reset() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    train_once(model, optimizer)
+    still = still_of(model, optimizer)
+    still.remember()
+    assert not still.moved()
+    optimizer.state[model.bias]["step"] = 0
+    assert still.moved()
+
+
+@pytest.mark.parametrize("kind", sorted(BY_ELEMENT, key=lambda each: each.__name__))
+def test_optimizers_that_go_by_element_keep_what_they_go_by_in_tensors(kind: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    for _ in range(2):
+        train_once(model, optimizer)
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    assert all(isinstance(value, torch.Tensor) or value is None for value in kept)
+
+
+def train_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,10 +23,10 @@ from keepstep import wire
 from keepstep.errors import ConfigError, Permanent, Transient
 from keepstep.model import Generation, JobId, OrderId, Term
 from keepstep.page import RING_SLOTS
-from keepstep.training import private, raw, steplog
+from keepstep.training import private, raw, recovery, steplog
 from keepstep.training.boundary import Boundary
 from keepstep.training.finding import _foresee, _short_turns
-from keepstep.training.holders import Holders, find_private
+from keepstep.training.holders import Holders, agree, find_private, held_by
 from keepstep.training.inbox import Inbox
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, count_samples, warm_up
@@ -35,6 +36,7 @@ from keepstep.training.raw import fill_from_bytes
 from keepstep.training.registry import Registry
 from keepstep.training.session import Session
 from keepstep.training.trouble import is_communication
+from keepstep.training.uncovered import Uncovered
 
 
 class Loaded(Dataset[torch.Tensor]):
@@ -190,7 +192,7 @@ def test_an_entry_survives_bytes_and_padding() -> None:
     assert (entry.boundary, entry.loader["index"]) == (5, 2)
     assert entry.names == ("bn", "count", "none")
     back = torch.empty(3)
-    fill_from_bytes(back, entry.tensors[0])
+    fill_from_bytes(back, entry.tensors[0] or b"")
     assert torch.equal(back, tensors[0][1])
 
 
@@ -199,7 +201,7 @@ def test_an_entry_with_other_tensors_says_so() -> None:
     position = {"pass": 0, "index": 0, "samples": 0}
     writer.entry(1, position, [("bn", torch.randn(3))])
     entry = private.decode_entry(writer.entry(2, position, [("bn", torch.ones(4))]))
-    assert [len(raw) for raw in entry.tensors] == [16]
+    assert [len(raw or b"") for raw in entry.tensors] == [16]
     entry = private.decode_entry(writer.entry(3, position, [("mean", torch.ones(4))]))
     assert entry.names == ("mean",)
 
@@ -254,6 +256,65 @@ def test_what_cannot_be_moved_exactly_is_refused_with_the_fix() -> None:
         registry.plain()
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2},
+        torch.float32,
+        b"bytes",
+        np.array([0.5]),
+        np.zeros(3),
+        np.longdouble(1),
+        torch.empty(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        [1, {"in": ({"deep": {3}},)}],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["a group", "a part"])
+def test_what_cannot_be_moved_exactly_is_refused_before_the_first_step(
+    value: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    session = Session({}, None)
+    registry = Registry()
+    registry.add("sgd", optimizer)
+    if where == "a group":
+        optimizer.param_groups[0]["odd"] = value
+    else:
+        registry.add("part", (lambda: {"odd": value}, lambda _: None))
+    started: list[Cursor] = []
+    session._keeper = SimpleNamespace(  # type: ignore[assignment]
+        registry=registry, starts_at_the_top=True, start=started.append
+    )
+    monkeypatch.setattr("keepstep.training.session.checkpoint.agree", lambda keeper: None)
+    with pytest.raises(
+        ConfigError, match=rf"'{'sgd' if where == 'a group' else 'part'}': state of"
+    ):
+        next(session.steps(DataLoader([1, 2])))
+    assert not started
+
+
+def test_what_an_optimizer_makes_in_its_first_step_is_checked_after_it() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    registry = Registry()
+    registry.add("sgd", optimizer)
+    registry.check_plain()
+    optimizer.state[parameter]["odd"] = {1}
+    with pytest.raises(ConfigError, match="type set"):
+        registry.compared([], first=True, settled=False)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert encode([np.float64(0.5), np.int64(3), np.bool_(True), np.float32(0.5)]) == [
+        0.5,
+        3,
+        1,
+        0.5,
+    ]
+
+
 def test_a_joiner_gets_just_the_optimizer_state_that_its_sources_have() -> None:
     def made(steps: int) -> tuple[Registry, torch.optim.Optimizer]:
         net = nn.Linear(2, 2)
@@ -278,8 +339,121 @@ def test_state_of_another_shape_is_refused() -> None:
     one, two = Registry(), Registry()
     one.add("model", nn.Linear(2, 2))
     two.add("model", nn.Linear(2, 3))
-    with pytest.raises(ConfigError, match="same model"):
+    with pytest.raises(Permanent, match="same model"):
         one.conform(two.layout())
+
+
+def test_state_of_an_optimizer_with_other_groups_is_refused() -> None:
+    def made() -> tuple[Registry, nn.Module, torch.optim.Optimizer]:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.AdamW(net[1].parameters())
+        registry = Registry(0, 2)
+        registry.add("m", net)
+        registry.add("o", optimizer)
+        registry.holders = agree([registry.view(), Registry(1, 2).view()])
+        return registry, net[0], optimizer
+
+    (source, late, optimizer), (joiner, _, _) = made(), made()
+    assert not source.regrouped()
+    optimizer.add_param_group({"params": list(late.parameters())})
+    assert source.regrouped()
+    assert not joiner.regrouped()
+    for take in (
+        lambda: joiner.load_plain(source.plain()),
+        lambda: joiner.load_settings(source.settings()),
+        lambda: joiner.load_hidden(source.hidden()),
+    ):
+        with pytest.raises(Permanent, match="add_param_group"):
+            take()
+
+
+class Table(nn.Module):
+    """Makes what it needs in its forward pass."""
+
+    table: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self, length: int = 2) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(length, 2), persistent=False)
+
+    def forward(self, length: int, mask: bool = False) -> None:
+        if length > self.table.shape[0]:
+            self.register_buffer("table", torch.ones(length, 2), persistent=False)
+        if mask and not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(3))
+
+
+def registered(table: Table) -> Registry:
+    registry = Registry()
+    registry.add("m", table)
+    registry.tensors()
+    return registry
+
+
+def test_a_joiner_gives_its_buffers_the_shapes_of_its_sources() -> None:
+    grown, fresh = Table(), Table()
+    source, joiner = registered(grown), registered(fresh)
+    grown.forward(5)
+    joiner.conform(source.layout())
+    assert joiner.layout() == source.layout()
+    assert fresh.table.shape == (5, 2)
+    assert dict(joiner.shared())["m.table"].data_ptr() == fresh.table.data_ptr(), "it lands there"
+
+
+def test_a_buffer_that_a_forward_pass_registers_is_state_on_all_ranks_alike() -> None:
+    early, late = Table(), Table()
+    # A joiner rehearses before it looks at its state, others look before their first step.
+    late.forward(2, mask=True)
+    source, joiner = registered(early), registered(late)
+    with pytest.raises(Permanent, match="same model"):
+        joiner.conform(source.layout())
+    early.forward(2, mask=True)
+    joiner.conform(source.layout())
+    assert [name for name, *_ in source.layout()] == ["m.table", "m.mask"]
+
+
+def test_a_buffer_that_is_deleted_is_gone() -> None:
+    table = Table()
+    registry = registered(table)
+    del table.table
+    assert registry.tensors() == []
+    assert registry.layout() == []
+
+
+def parted(table: Table, **more: nn.Module) -> Registry:
+    """Of a job of two ranks, whose holders were agreed on before the first step."""
+    registry = Registry(0, 2)
+    for name, module in {"m": table, **more}.items():
+        registry.add(name, module)
+    registry.holders = agree([registry.view(), Registry(1, 2).view()])
+    return registry
+
+
+def test_buffers_that_came_late_are_private_unless_all_have_them_and_are_no_flip() -> None:
+    table = Table()
+    registry = parted(table)
+    known = registry.shared_digests(late=False)
+    table.forward(2, mask=True)
+    assert registry.shared_digests(late=False) == known
+    assert registry.shared_digests() != known
+    both, one = [("m.table", "a"), ("m.mask", "b")], [("m.table", "a")]
+    assert find_private([both, both], registry.holders) == set()
+    assert find_private([both, one], registry.holders) == {"m.mask"}
+
+
+def test_a_buffer_that_comes_where_all_is_cut_is_its_ranks_own() -> None:
+    table, alone = Table(), nn.Linear(2, 2)
+    del table.table
+    held_by(alone, [0])
+    registry = parted(table, alone=alone)
+    assert registry.portions() == ("0",)
+    before = registry.shared_digests()
+    known = registry.view()
+    table.register_buffer("mask", torch.ones(3))
+    assert registry.shared_digests() == before
+    assert [name for name, _ in registry.private_tensors()] == ["m.mask"]
+    assert registry.view() == known, "a rerun rehearses before ranks agree, and finds the same"
 
 
 def test_tensors_that_differ_between_ranks_are_private() -> None:
@@ -567,3 +741,61 @@ def test_a_checkpoint_that_nobody_can_publish_now_is_published_later() -> None:
         with pytest.raises(ConfigError, match="give at most 4096"):
             tell(SimpleNamespace(_keeper=keeper, step=8), "p" * 5000)
     assert kept == [save]
+
+
+def test_a_joiner_that_cannot_take_private_state_says_so_and_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def payload() -> bytes:
+        raise Permanent("40 bytes do not fit a tensor of shape (2,)")
+
+    monkeypatch.setattr(recovery, "Finding", lambda *_: SimpleNamespace(payload=payload))
+    monkeypatch.setattr(recovery, "_form_groups", lambda *_: None)
+    told: list[Any] = []
+    keeper = SimpleNamespace(
+        place=SimpleNamespace(rank=1),
+        registry=Registry(),
+        boundary=SimpleNamespace(unwind=lambda: False, doubtful=""),
+        has_state=False,
+        uncovered=None,
+        reach=lambda point: None,
+        report=lambda kind, phase, seat, generation: told.append((kind, seat.problem)),
+    )
+    reform: Any = SimpleNamespace(moves=[SimpleNamespace(target=1)])
+    recovery._reform(keeper, 2, reform)  # type: ignore[arg-type]
+    assert told == [("Reformed", ""), ("Reform", "40 bytes do not fit a tensor of shape (2,)")]
+
+
+def test_a_fault_in_the_programs_hook_behind_the_update_leaves_it_half_done() -> None:
+    """One that averages weights over ranks, say: nobody knows how far it came."""
+    session, registry = Session({}, None), Registry()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    breaks = [False, True]
+
+    def average(*_: object) -> None:
+        if breaks.pop(0):
+            raise RuntimeError("a peer is gone")
+
+    optimizer.register_step_post_hook(average)
+    session.parts = {"o": optimizer}
+    boundary = Boundary(registry)
+    keeper = SimpleNamespace(
+        registry=registry,
+        boundary=boundary,
+        covering=None,
+        uncovered=Uncovered(),
+        grads_ready=boundary.grads_ready,
+        update_done=boundary.update_done,
+    )
+    session._keeper = keeper  # type: ignore[assignment]
+    session._register(keeper)  # type: ignore[arg-type]
+    boundary.begin()
+    optimizer.step()
+    assert boundary.whole, "the tail may have changed nothing"
+    boundary.applied()
+    boundary.begin()
+    with pytest.raises(RuntimeError, match="peer is gone"):
+        optimizer.step()
+    assert not boundary.whole
+    assert boundary.unwind() is False
+    assert boundary.torn

@@ -10,6 +10,7 @@ from torch import nn
 
 from keepstep.training.boundary import Boundary
 from keepstep.training.registry import Registry
+from keepstep.training.uncovered import Uncovered
 
 
 class Net(nn.Module):
@@ -181,3 +182,125 @@ def test_a_joiner_gets_the_value_of_a_learning_rate_that_is_a_tensor() -> None:
     joiner.load_plain(source.plain())
     assert joiner.optimizers["o"].param_groups[0]["lr"] is held
     assert held == torch.tensor(0.025)
+
+
+class Growing(nn.Module):
+    """Buffers that a forward pass makes, drops, replaces and gives other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0).reshape(1, 4))
+        self.register_buffer("none", None)
+        self.does: Callable[[], object] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.does()
+        return x
+
+
+def set_to(net: Growing, name: str, value: torch.Tensor | None) -> Callable[[], object]:
+    return lambda: setattr(net, name, value)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 5])
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda net: set_to(net, "table", torch.ones(6, 4)),
+        lambda net: set_to(net, "table", torch.ones(3, 2)),
+        lambda net: set_to(net, "table", torch.ones(1, 4, dtype=torch.float64)),
+        lambda net: set_to(net, "none", torch.ones(2)),
+        lambda net: lambda: net.table.resize_(9).fill_(1),
+        lambda net: lambda: net.__delattr__("table"),
+        lambda net: set_to(net, "table", None),
+    ],
+)
+def test_a_buffer_that_another_was_made_of_is_what_it_was(
+    does: Callable[[Growing], Callable[[], object]], steps_before: int
+) -> None:
+    net = Growing()
+    boundary = bounded(net)
+    for _ in range(steps_before):
+        step(boundary, net)
+    net.does = does(net)
+    boundary.begin()
+    net(torch.zeros(1))
+    boundary.unwind()
+    assert not boundary.torn
+    assert net.table.equal(torch.arange(4.0).reshape(1, 4))
+    assert net.table.shape == (1, 4)
+    assert net.none is None
+    # And it may do it for good.
+    step(boundary, net)
+    net.does = lambda: None
+    step(boundary, net)
+
+
+def test_what_lay_in_a_buffers_place_is_not_written_to() -> None:
+    """A batch that a forward pass remembers is needed for the second try."""
+    net, batch = Growing(), torch.full((1, 4), 5.0)
+    boundary = bounded(net)
+    net.does = set_to(net, "table", batch)
+    boundary.begin()
+    net(batch)
+    boundary.unwind()
+    assert batch.tolist() == [[5.0] * 4]
+    assert net.table.tolist() == [[0.0, 1.0, 2.0, 3.0]]
+
+
+def test_a_rank_that_waits_before_its_update_gets_back_what_its_forward_pass_made() -> None:
+    net, batch = Growing(), torch.full((6, 4), 5.0)
+    boundary = bounded(net)
+    net.does = set_to(net, "table", batch)
+    boundary.begin()
+    net(batch)
+    with boundary.rewound():
+        assert net.table.shape == (1, 4)
+    assert net.table is batch
+    assert not boundary.torn
+
+
+def test_a_buffer_that_came_in_a_broken_attempt_makes_its_rank_receive() -> None:
+    """Nothing says what it was before, and a module may not make it twice."""
+    net = Growing()
+    boundary = bounded(net)
+    net.does = lambda: net.register_buffer("made", torch.ones(2))
+    boundary.begin()
+    net(torch.zeros(1))
+    boundary.unwind()
+    assert boundary.doubtful == "model.made"
+    assert boundary.torn
+    assert net.made is not None
+
+
+def test_a_buffer_that_comes_goes_or_grows_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    net = Growing()
+    boundary = bounded(net)
+    told: list[str] = []
+    boundary.tell = told.append
+    step(boundary, net)
+    net.table = torch.ones(5, 4)
+    step(boundary, net)
+    net.none = torch.ones(1)
+    step(boundary, net)
+    del net.table
+    for _ in range(4):
+        step(boundary, net)
+    assert told == ["model.table", "model.none", "model.table"]
+    uncovered = Uncovered()
+    for name in told:
+        uncovered.buffer_comes_or_goes(name)
+    assert capsys.readouterr().err.count("keepstep: buffer model.table was") == 1
+
+
+def test_a_group_that_a_broken_attempt_added_makes_its_rank_receive() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    boundary = bounded(net)
+    boundary.registry.add("o", optimizer)
+    boundary.begin()
+    optimizer.add_param_group({"params": list(net[1].parameters())})
+    with boundary.rewound():
+        pass
+    boundary.unwind()
+    assert boundary.torn

@@ -16,7 +16,7 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from keepstep import sabotage
+from keepstep.training.buffers import BufferPlace, same_bytes
 from keepstep.training.generators import Generators, put_back, read_generators
 from keepstep.training.optimizers import load_groups, settings_of
 from keepstep.training.plain import encode, plain_digest
@@ -31,6 +32,7 @@ from keepstep.training.registry import Registry
 
 _PACE_STEPS = 15
 _LEARNING_STEPS = 2
+_Laid = tuple[BufferPlace, torch.Tensor | None]
 
 
 @dataclass(slots=True)
@@ -53,6 +55,8 @@ class Boundary:
         """The optimizer has begun: from here on the step is not unwound."""
         self.updated = False
         """The optimizer is through."""
+        self.in_hooks = False
+        """The program's hooks behind it are not: nobody knows what they have changed."""
         self.torn = False
         """State is half received; this rank is no source."""
         self.unsynced = False
@@ -60,6 +64,10 @@ class Boundary:
         self.doubtful = ""
         """A buffer that could not be put back for sure when an attempt was last left."""
         self._snapshot: _Snapshot | None = None
+        self.tell: Callable[[str], None] = lambda name: None
+        """Hears of a buffer that comes, goes or changes its shape in mid-run."""
+        self._laid: list[_Laid] = []
+        """In each buffer's place, when the attempt began."""
         self._shadows: dict[str, torch.Tensor] = {}
         self._moving: set[str] | None = None
         """Buffers that change in a forward pass; None while still learning."""
@@ -76,7 +84,7 @@ class Boundary:
         self._snapshot = self._now()
         self._shadow_buffers()
         self.in_attempt = True
-        self.updating = self.updated = False
+        self.updating = self.updated = self.in_hooks = False
         self._began_ns = time.monotonic_ns()
 
     def _now(self) -> _Snapshot:
@@ -101,22 +109,26 @@ class Boundary:
         tensor in the place. A module that is trained only later is a reason to learn anew.
         """
         buffers = self.registry.buffers()
+        self._laid = self._lie()
+        self._forget_gone({name for name, _ in buffers})
         if self._resting is None:
-            self._resting = self.registry.untrained()
+            self._resting = self.registry.buffer_room.untrained()
         elif any(module.training for module in self._resting):
             self._resting = [module for module in self._resting if not module.training]
             self._learn_anew()
         if self._moving is None and self._watched >= _LEARNING_STEPS:
-            self._moving = {n for n, b in buffers if not _same_bytes(self._shadows.get(n), b)}
+            self._moving = {n for n, b in buffers if not same_bytes(self._shadows.get(n), b)}
             # Statistics may lie still for long, where a layer is skipped, and then move unseen.
-            self._moving |= self._seen_moving | self.registry.statistics()
+            self._moving |= self._seen_moving | self.registry.buffer_room.statistics()
         for name, buffer in buffers:
             shadow = self._shadows.get(name)
             if shadow is None or shadow.shape != buffer.shape or shadow.dtype != buffer.dtype:
+                if self._watched:
+                    self.tell(name)
                 self._shadows[name] = buffer.detach().clone()
                 self._marks[name] = _Mark.of(buffer)
             elif self._moving is None:
-                if not _same_bytes(shadow, buffer):
+                if not same_bytes(shadow, buffer):
                     self._seen_moving.add(name)
                 shadow.copy_(buffer)
                 self._marks[name] = _Mark.of(buffer)
@@ -127,17 +139,32 @@ class Boundary:
                 self._marks[name] = _Mark.of(buffer)
         self._watched += 1
 
+    def _lie(self) -> list[_Laid]:
+        return [(place, place.held()) for place in self.registry.buffer_room.places()]
+
+    def _forget_gone(self, here: set[str]) -> None:
+        for name in self._shadows.keys() - here:
+            self.tell(name)
+            del self._shadows[name], self._marks[name]
+
     def _learn_anew(self) -> None:
         self._moving, self._watched = None, 0
 
     def _find_doubtful(self) -> str:
-        """A buffer that was taken for still and is another now: nothing says since which step."""
+        """A buffer that nobody knows a former value of."""
+        known = {place.name for place, _ in self._laid}
+        for name, _ in self.registry.buffers():
+            if name not in known:
+                return (
+                    name  # Made in this attempt: a second try might find it changed by the first.
+                )
+        # One that was taken for still and is another now: nothing says since which step.
         if self._moving is None:
             return ""
         for name, buffer in self.registry.buffers():
             if name in self._moving or name not in self._shadows:
                 continue
-            if self._marks[name].fits(buffer) and not _same_bytes(self._shadows[name], buffer):
+            if self._marks[name].fits(buffer) and not same_bytes(self._shadows[name], buffer):
                 return name
         return ""
 
@@ -160,7 +187,7 @@ class Boundary:
         if self.torn:
             return False
         if self.in_attempt and self.updating:
-            return self.updated and self._tail_done()
+            return self.updated and not self.in_hooks and self._tail_done()
         return True
 
     def _tail_done(self) -> bool:
@@ -212,10 +239,11 @@ class Boundary:
         snapshot = self._snapshot
         assert snapshot is not None, "an attempt begins with a snapshot"
         self.doubtful = self._find_doubtful()
-        if self.doubtful:
-            # The copy may be of a much older step: in doubt the rank is torn, and receives.
+        if self.doubtful or self._regrouped(snapshot):
+            # The copy may be of a much older step, and nothing takes a group out of an optimizer
+            # again: in doubt the rank is torn, and receives.
             self.torn = True
-        self._put(snapshot, {} if sabotage.off("buffers") else self._shadows)
+        self._put(snapshot, [] if sabotage.off("buffers") else self._laid, self._shadows)
 
     @contextlib.contextmanager
     def rewound(self) -> Iterator[None]:
@@ -223,25 +251,32 @@ class Boundary:
 
         For a rank that stands before its update and may yet make it.
         """
-        now = self._now()
+        now, laid = self._now(), self._lie()
         buffers = {name: buffer.detach().clone() for name, buffer in self.registry.buffers()}
         self.restore()
         try:
             yield
         finally:
-            self._put(now, buffers)
+            self._put(now, laid, buffers)
 
-    def _put(self, snapshot: _Snapshot, buffers: Mapping[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, buffer in self.registry.buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
+    def _put(
+        self, snapshot: _Snapshot, laid: Sequence[_Laid], values: Mapping[str, torch.Tensor]
+    ) -> None:
+        for place, held in laid:
+            # The very tensor: what a forward pass put there may be a batch's own memory.
+            place.put(held, values.get(place.name))
         for name, state in snapshot.others.items():
             self.registry.others[name].load_state_dict(copy.deepcopy(state))
-        for name, groups in snapshot.groups.items():
-            load_groups(self.registry.optimizers[name], groups)
+        if not self._regrouped(snapshot):
+            for name, groups in snapshot.groups.items():
+                load_groups(self.registry.optimizers[name], groups)
         self.registry.set_syncs(snapshot.syncs)
         self._put_generators(snapshot)
+
+    def _regrouped(self, snapshot: _Snapshot) -> bool:
+        """Did an attempt add groups of parameters to an optimizer?"""
+        optimizers = self.registry.optimizers
+        return any(len(optimizers[n].param_groups) != len(g) for n, g in snapshot.groups.items())
 
     def _put_generators(self, snapshot: _Snapshot | None) -> None:
         assert snapshot is not None, "an attempt begins with a snapshot"
@@ -271,13 +306,3 @@ class _Mark:
     def fits(self, buffer: torch.Tensor) -> bool:
         same = self.version == buffer._version and self.address == buffer.data_ptr()
         return same and self.tensor() is buffer
-
-
-def _same_bytes(left: torch.Tensor | None, right: torch.Tensor) -> bool:
-    if left is None or left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    # Compared as bytes: a NaN equals itself here.
-    return torch.equal(
-        left.reshape(-1).view(torch.uint8),
-        right.detach().contiguous().reshape(-1).view(torch.uint8),
-    )

@@ -66,6 +66,10 @@ class Covering:
         """And it is not known that the mirror has it as it is now."""
         self._strange = False
         """That happens all the time: there is no cover any more."""
+        self._recorded = False
+        """The last record was one, and no hole."""
+        self._beyond = ""
+        """What the update that comes next goes by beside its record; empty: nothing."""
 
     # ------------------------------------------------------------ a generation begins
 
@@ -114,6 +118,12 @@ class Covering:
         registry = self._keeper.registry
         if self._mine not in registry.portions() or len(registry.optimizers) > 1:
             return None
+        if registry.regrouped():
+            self._keeper.uncovered.regrouped()
+            return None
+        if strange := replay.strange(registry.optimizers.values()):
+            self._keeper.uncovered.strange_optimizer(strange)
+            return None
         of_optimizer = tuple(f"{name}." for name in registry.optimizers)
         plain = sum(size_bytes(t) for n, t in tensors if not n.startswith(of_optimizer))
         made = sum(size_bytes(t) for n, t in tensors if n.startswith(of_optimizer))
@@ -147,6 +157,9 @@ class Covering:
         self, boundary: int, ward: int, theirs: dict[str, Any], mine: dict[str, Any]
     ) -> None:
         assert self._exchange is not None, "opened above"
+        if theirs["need"] is None:
+            # It sends nothing from now on, and nobody may wait for it.
+            self._former, self._ward = self._former or self._ward, None
         if not theirs["whole"] or theirs["need"] is None or _goes_on(boundary, mine, theirs):
             return
         # Into memory of its own, which goes when it is kept: it is as large as the shard.
@@ -185,11 +198,11 @@ class Covering:
         exchange = self._exchange
         if exchange is None or sabotage.off("mirror"):
             return
-        known = True
+        self._recorded = True
         if self._sizes is not None:
             frames = self._record(self._sizes, step, updates=updates)
             exchange.send_all(frames)
-            known = bool(frames[0][1])
+            self._recorded = bool(frames[0][1])
         if (ward := self._ward) is not None:
             covered = ward.keeping.newest >= 0
             ward.keeping.take(exchange)
@@ -199,13 +212,29 @@ class Covering:
                 name = portion.name_of([ward.rank])
                 self._keeper.report_broken(self._keeper.generation, text, cover=name)
         exchange.flush()
-        if self._changed and known:
+        if self._changed and self._recorded:
             # My ward's change is here, as mine is on its way: a script does the same on all ranks.
             self._still.remember()
 
     def _record(self, room: Sizes, step: int, *, updates: bool) -> list[Frame]:
         registry = self._keeper.registry
         hole: list[Frame] = [(step, ())]
+        if registry.regrouped():
+            # Nobody agreed on who holds what was added, and a record would miss it.
+            self._keeper.uncovered.regrouped()
+            self._changed = False
+            return hole
+        gradients = [
+            local_of(parameter.grad) if updates and parameter.grad is not None else None
+            for _, parameter in self._parameters()
+        ]
+        if any(g is not None and g.layout is not torch.strided for g in gradients):
+            self.update_begins("gradients are sparse")
+        if self._beyond:
+            # After this step only a whole capsule is what it says.
+            self._beyond, self._changed = "", False
+            self._owner.begin_anew()
+            return hole
         self._changed = not self._strange and self._still.moved()
         if self._changed:
             self._unproven, self._strange = True, self._changed_before
@@ -214,10 +243,6 @@ class Covering:
         if self._strange:
             return hole
         tensors = self._tensors()
-        gradients = [
-            local_of(parameter.grad) if updates and parameter.grad is not None else None
-            for _, parameter in self._parameters()
-        ]
         meta = {
             "step": step,
             "slice": slice_digest(tensors, step),
@@ -257,18 +282,30 @@ class Covering:
         ward.keeping.kept, ward.keeping.spoilt = None, ""
         return portion.name_of([ward.rank]), f"cover of rank {ward.rank}: {found}"
 
+    def update_begins(self, beyond: str) -> None:
+        """An update comes next. `beyond`: what it goes by, beside its gradients and settings."""
+        self._beyond = beyond
+        if beyond:
+            self._keeper.uncovered.beyond_gradients(beyond)
+
     def updated(self) -> None:
         """What this rank alone holds is what a cover leads to. From here on to the next record
         nothing may change it."""
         if self._strange or (self._sizes is None and self._ward is None):
             self._still.forget()
+        elif self._beyond:
+            # It was recorded before anybody knew (grads_ready was called by hand): then it is a
+            # change like any other that no record tells of.
+            self._beyond = ""
         else:
             self._still.remember()
 
     def voted(self) -> None:
         """The mirror has this step's record: it would not have voted without it."""
         self._owner.sent()
-        self._changed_before, self._unproven = self._changed, False
+        self._changed_before = self._changed
+        # Behind a hole it has not, whatever it says.
+        self._unproven = self._unproven and not self._recorded
 
     def _capsule(self, boundary: int) -> Capsule:
         registry = self._keeper.registry

@@ -17,7 +17,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from keepstep import sabotage, wire
-from keepstep.errors import ConfigError, NoHome, Permanent
+from keepstep.errors import NoHome, Permanent
 from keepstep.model import Rank
 from keepstep.page import NEWEST
 from keepstep.training.generators import put_back, read_generators
@@ -188,7 +188,7 @@ def take_private(keeper: Keeper, payload: bytes, boundary: int) -> None:
     now = read_generators(keeper.registry)
     for name, raw in zip(entry.names, entry.tensors, strict=True):
         if not keeper.registry.restore_private(name, raw):
-            raise ConfigError(f"private state {name!r} has no place in this rank's registry")
+            raise Permanent(f"private state {name!r} has no place in this rank's registry")
     if not sabotage.off("loader"):
         keeper.cursor.seek(entry.loader)
     if not sabotage.off("rng"):

@@ -267,13 +267,17 @@ def find_private(rows: list[list[tuple[str, str]]], holders: Holders) -> set[str
     """Names whose digests differ between ranks that should hold them alike. Pure.
 
     `rows` holds each rank's digests. A name is private on all ranks or on none, so that everybody
-    means the same by what is shared.
+    means the same by what is shared. What came after all had agreed on holders (a buffer that a
+    forward pass registers), and is not on every rank, is private, too.
     """
     first: dict[tuple[str, str], str] = {}
+    late: dict[str, int] = {}
     found = set()
     for rank, row in enumerate(rows):
         for name, value in row:
             key = name if name in holders.of else name.rpartition(".")[0]
             if first.setdefault((name, holders.portion(key, rank)), value) != value:
                 found.add(name)
-    return found
+            if holders.of and key not in holders.of:
+                late[name] = late.get(name, 0) + 1
+    return found | {name for name, count in late.items() if count < len(rows)}

@@ -6,6 +6,7 @@ each entry to another node. Both are made anew with every generation, with its f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from keepstep.errors import NoHome
@@ -49,6 +50,11 @@ class EntryHomes:
         self._ring.put(boundary, payload)
         if self._mirror is not None:
             self._mirror.send(boundary, payload)
+
+    @property
+    def room(self) -> int:
+        """How long an entry may be, here and at the neighbour."""
+        return self._ring.payload_bytes_max if self._ring is not None else sys.maxsize
 
     def settle(self) -> None:
         """Wait for the neighbour's entry, whose second home this rank is."""

@@ -69,25 +69,29 @@ class Listing:
             if place.optimizer is not None or id(place.parameter) in moving
         }
         """Names of what an update changes."""
-        self._held = [
-            (place, tensor, _address(tensor))
-            for place, tensor in zip(self.places, held, strict=True)
-        ]
+        self._made = [(o, _by_parameter(o, self.places, held)) for o in self._optimizers]
+        self._whole = [tensor for tensor in held if not is_distributed(tensor)]
+        self._cut = [tensor for tensor in held if is_distributed(tensor)]
+        self._addresses = self._look()
         self._entries = self._count()
 
     def still_true(self) -> bool:
         """Is every tensor still in its place, and none beside them? Reads no bytes."""
         if self._entries != self._count():
             return False
-        states = {id(optimizer): state_of(optimizer) for optimizer in self._optimizers}
-        for place, held, address in self._held:
-            if place.optimizer is not None:
-                state = states[id(place.optimizer)].get(place.parameter, {})
-                if state.get(place.key) is not held:
+        for optimizer, made in self._made:
+            states = state_of(optimizer)
+            for parameter, entries in made:
+                state = states.get(parameter, {})
+                if any(state.get(key) is not held for key, held in entries):
                     return False
-            if _address(held) != address:
-                return False
-        return True
+        return self._addresses == self._look()
+
+    def _look(self) -> list[int]:
+        """Where each of them lies; of a DTensor the part that this rank has."""
+        # Asked in each step: whoever asks every tensor whether it is a DTensor pays for that.
+        whole = [held.data_ptr() for held in self._whole]
+        return whole + [held._local_tensor.data_ptr() for held in self._cut]
 
     def _count(self) -> list[int]:
         return [sum(map(len, state_of(optimizer).values())) for optimizer in self._optimizers]
@@ -101,7 +105,12 @@ def _of_optimizer(name: str, optimizer: torch.optim.Optimizer) -> Iterator[Place
                 yield Place(f"{name}.{index}.{key}", parameter, optimizer, key)
 
 
-def _address(held: torch.Tensor) -> int:
-    """Of the part that this rank has."""
-    part: torch.Tensor = getattr(held, "_local_tensor", held)
-    return part.data_ptr()
+def _by_parameter(
+    optimizer: torch.optim.Optimizer, places: Iterable[Place], held: Iterable[Any]
+) -> list[tuple[torch.Tensor, list[tuple[str, Any]]]]:
+    """An optimizer's state as it is kept: a parameter is looked up once, not once per tensor."""
+    found: dict[torch.Tensor, list[tuple[str, Any]]] = {}
+    for place, tensor in zip(places, held, strict=True):
+        if place.optimizer is optimizer:
+            found.setdefault(place.parameter, []).append((place.key, tensor))
+    return list(found.items())

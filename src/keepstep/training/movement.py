@@ -139,7 +139,11 @@ def _receive(keeper: Keeper, move: Move) -> _Landed:
     registry, side = keeper.registry, sealed_side.side_of(keeper)
     header = receive_json(side, int(move.sources[0]))
     keeper.adopt_header(header)
-    registry.conform([(n, d, s, c) for n, d, s, c in header["layout"]], move.portion)
+    layout = [(n, d, s, c) for n, d, s, c in header["layout"]]
+    if registry.layout(move.portion) != layout:
+        # Making room for what comes changes what is here, also where it is to land beside it.
+        keeper.tear()
+    registry.conform(layout, move.portion)
     shared = registry.shared(move.portion)
     tensors = [tensor for _, tensor in shared]
     if not move.staged:

@@ -27,7 +27,7 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"~": "float", "v": repr(value)}
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and _has_bytes(value):
         raw = tensor_bytes(value).hex()
         return {"~": "tensor", "dtype": str(value.dtype), "shape": list(value.shape), "v": raw}
     if isinstance(value, tuple):
@@ -36,12 +36,27 @@ def encode(value: Any) -> Any:
         return [encode(item) for item in value]
     if isinstance(value, Mapping):
         return {"~": "dict", "v": [[encode(k), encode(v)] for k, v in value.items()]}
-    if hasattr(value, "item") and callable(value.item):
-        return encode(value.item())
+    # A number of NumPy's. An array of one element is none, and some numbers are nothing plainer.
+    if getattr(value, "ndim", None) == 0 and type(number := value.item()) is not type(value):
+        return encode(number)
     raise ConfigError(
-        f"state of type {type(value).__name__} cannot be moved exactly; "
-        "register (save, restore) functions that return plain values and tensors"
+        f"state of type {type(value).__name__} cannot be moved exactly; make it of numbers, "
+        "strings, lists, tuples, dicts and plain tensors, or register (save, restore) functions "
+        "that return plain values and tensors"
     )
+
+
+def check_carried(name: str, value: Any) -> None:
+    """Refuse what would not come back, and say whose it is."""
+    try:
+        decode(json.loads(json.dumps(encode(value))))
+    except ConfigError as error:
+        raise ConfigError(f"{name!r}: {error}") from error
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Of its own: a DTensor has them in another tensor, a sparse one in several."""
+    return tensor.layout is torch.strided and bool(tensor.data_ptr() or not tensor.numel())
 
 
 def decode(plain: Any) -> Any:

@@ -21,6 +21,10 @@ from keepstep.training.randomness import Randomness, read_randomness
 from keepstep.training.raw import tensor_bytes
 
 _LENGTH = struct.Struct("<I")
+_NOT_HERE = -1
+"""In place of the size of a tensor that was left out. An empty one has none, and is whole."""
+LATER = torch.empty(0, dtype=torch.uint8)
+"""In place of a tensor that the coming update changes, or that there is no room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +35,18 @@ class PrivateEntry:
     randomness: Randomness
     loader: dict[str, int]
     names: tuple[str, ...]
-    tensors: tuple[bytes, ...]
+    tensors: tuple[bytes | None, ...]
 
     @property
     def lacks(self) -> list[str]:
         """What an update changed after the entry was written: its values are nowhere else."""
-        return [name for name, raw in zip(self.names, self.tensors, strict=True) if not raw]
+        return [name for name, raw in zip(self.names, self.tensors, strict=True) if raw is None]
 
 
 def not_carried(names: Sequence[str]) -> str:
     return (
-        f"{names[0]} differs between ranks and optimizers update it: it has no second home; "
-        "declare who holds it with keepstep.held_by"
+        f"{names[0]} differs between ranks and has no second home, since optimizers update it or "
+        "it has outgrown the room for it; declare who holds it with keepstep.held_by"
     )
 
 
@@ -65,8 +69,8 @@ class EntryWriter:
     ) -> bytes:
         """The entry for this moment."""
         now = read_randomness()
-        parts = _parts(now, [tensor_bytes(tensor) for _, tensor in named])
-        layout = len(now.cuda), [name for name, _ in named], [len(part) for part in parts]
+        parts = _parts(now, [None if t is LATER else tensor_bytes(t) for _, t in named])
+        layout = len(now.cuda), [name for name, _ in named], _sizes(parts)
         if layout != self._layout or not self._text:
             cuda, names, sizes = self._layout = layout
             self._text = json.dumps({"cuda": cuda, "names": names, "sizes": sizes})
@@ -76,8 +80,10 @@ class EntryWriter:
 def completed(entry: PrivateEntry, named: Mapping[str, torch.Tensor]) -> bytes:
     """The same entry with what it lacks, as it is after the update."""
     pairs = zip(entry.names, entry.tensors, strict=True)
-    parts = _parts(entry.randomness, [raw or tensor_bytes(named[name]) for name, raw in pairs])
-    sizes = [len(part) for part in parts]
+    parts = _parts(
+        entry.randomness, [tensor_bytes(named[name]) if raw is None else raw for name, raw in pairs]
+    )
+    sizes = _sizes(parts)
     cuda = len(entry.randomness.cuda)
     return _joined(
         json.dumps({"boundary": entry.boundary, "loader": entry.loader}),
@@ -86,14 +92,18 @@ def completed(entry: PrivateEntry, named: Mapping[str, torch.Tensor]) -> bytes:
     )
 
 
-def _parts(randomness: Randomness, tensors: Sequence[bytes]) -> list[bytes]:
+def _parts(randomness: Randomness, tensors: Sequence[bytes | None]) -> list[bytes | None]:
     now = randomness
     return [now.torch_cpu, now.python, now.numpy, *now.cuda, *tensors]
 
 
-def _joined(where: str, text: str, parts: Sequence[bytes]) -> bytes:
+def _sizes(parts: Sequence[bytes | None]) -> list[int]:
+    return [_NOT_HERE if part is None else len(part) for part in parts]
+
+
+def _joined(where: str, text: str, parts: Sequence[bytes | None]) -> bytes:
     header = f"{where[:-1]}, {text[1:]}".encode()
-    return b"".join((_LENGTH.pack(len(header)), header, *parts))
+    return b"".join((_LENGTH.pack(len(header)), header, *(part or b"" for part in parts)))
 
 
 def decode_entry(payload: bytes) -> PrivateEntry:
@@ -102,18 +112,20 @@ def decode_entry(payload: bytes) -> PrivateEntry:
         (length,) = _LENGTH.unpack_from(payload, 0)
         start = _LENGTH.size + length
         header: dict[str, Any] = json.loads(payload[_LENGTH.size : start])
-        parts = []
+        parts: list[bytes | None] = []
         for size in header["sizes"]:
-            parts.append(payload[start : start + size])
-            start += size
+            here = max(0, size)
+            parts.append(payload[start : start + here] if size != _NOT_HERE else None)
+            start += here
         if start > len(payload):
             raise ValueError("cut short")
     except (struct.error, ValueError, KeyError) as error:
         raise Permanent(f"a private entry cannot be read: {error}") from error
     cuda = int(header["cuda"])
+    states = [part or b"" for part in parts[: 3 + cuda]]
     return PrivateEntry(
         boundary=int(header["boundary"]),
-        randomness=Randomness(parts[0], parts[1], parts[2], tuple(parts[3 : 3 + cuda])),
+        randomness=Randomness(states[0], states[1], states[2], tuple(states[3:])),
         loader={str(k): int(v) for k, v in header["loader"].items()},
         names=tuple(header["names"]),
         tensors=tuple(parts[3 + cuda :]),

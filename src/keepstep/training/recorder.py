@@ -14,13 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from keepstep.training.generators import Generators, as_they_were, read_generators
-from keepstep.training.private import EntryWriter, completed, decode_entry
-from keepstep.training.registry import LATER
+from keepstep.training.private import LATER, EntryWriter, completed, decode_entry
+from keepstep.training.raw import size_bytes
 from keepstep.training.uncovered import is_watched
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
+
+Named = tuple[str, torch.Tensor]
 
 
 class Recorder:
@@ -101,7 +105,14 @@ class Recorder:
         if left_out := [name for name, tensor in named if tensor is LATER]:
             keeper.uncovered.private_moves(left_out[0], len(left_out))
             keeper.homes.complete = self._complete
-        return self._writer.entry(boundary, position, named)
+        payload = self._writer.entry(boundary, position, named)
+        if coming and (excess := len(payload) - keeper.homes.room) > 0:
+            # A step goes on without this home rather than not at all.
+            named, name = _without_largest(named, excess)
+            keeper.uncovered.entry_outgrown(name)
+            keeper.homes.complete = self._complete
+            payload = self._writer.entry(boundary, position, named)
+        return payload
 
     def _complete(self, payload: bytes) -> bytes:
         """This rank's own entry, to be saved: with what the update has made since."""
@@ -110,3 +121,17 @@ class Recorder:
         if not entry.lacks or not here or not keeper.boundary.whole:
             return payload
         return completed(entry, dict(keeper.registry.private_tensors()))
+
+
+def _without_largest(named: Sequence[Named], excess: int) -> tuple[list[Named], str]:
+    """What is left when so many bytes have to go, and the name of the first that goes."""
+    out: list[str] = []
+    for name, tensor in sorted(named, key=lambda each: -size_bytes(each[1])):
+        if excess <= 0:
+            break
+        out.append(name)
+        excess -= size_bytes(tensor)
+    return [(name, LATER if name in out else tensor) for name, tensor in named], [
+        *out,
+        "a generator",
+    ][0]

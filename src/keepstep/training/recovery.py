@@ -98,6 +98,8 @@ def unwind(keeper: Keeper) -> None:
         keeper.rest.forget()
     if keeper.boundary.doubtful:
         keeper.uncovered.buffer_moves_unseen(keeper.boundary.doubtful)
+    if keeper.registry.regrouped():
+        keeper.uncovered.regrouped()
 
 
 def report_boundary(
@@ -178,7 +180,7 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
         if receiving:
             # Before anything lands: a survivor's older state is still whole.
             check_whole(payload)
-    except NoHome as error:
+    except Permanent as error:
         unfit = wire.SeatReport(rank, problem=str(error))
         keeper.report("Reform", Phase.VERIFY, unfit, generation)
         return

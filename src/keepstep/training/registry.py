@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,13 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from keepstep import portion as portions
-from keepstep.errors import ConfigError, NoHome
+from keepstep.errors import ConfigError, NoHome, Permanent
 from keepstep.training import private, zero
+from keepstep.training.buffers import Buffers
 from keepstep.training.capsule import DigestCache, byte_view, combine, digest
 from keepstep.training.holders import Holders, View, Views, find_private, is_cut, local_of
 from keepstep.training.listing import Listing, Place
 from keepstep.training.optimizers import (
     conform_state,
+    groups_of,
     holds_tensors,
     load_groups,
     load_hidden,
@@ -36,37 +37,13 @@ from keepstep.training.optimizers import (
     plain_of,
     state_of,
 )
-from keepstep.training.plain import decode, encode, plain_digest, shaped_like
+from keepstep.training.plain import check_carried, decode, encode, plain_digest, shaped_like
 from keepstep.training.raw import bytes_tensor, fill_from_bytes, size_bytes
 from keepstep.training.reset import ddp_modules
+from keepstep.training.stateful import SaveRestore, Stateful
 
 T = TypeVar("T")
 Layout = list[tuple[str, str, list[int], bool]]
-LATER = torch.empty(0, dtype=torch.uint8)
-"""In place of a private tensor that the coming update changes."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything that can say its state and take it back."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRestore:
-    """Model-aware mode: the user's own functions in place of a state_dict."""
-
-    save: Callable[[], dict[str, Any]]
-    restore: Callable[[dict[str, Any]], None]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.save()
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        self.restore(state_dict)
 
 
 class Registry:
@@ -91,7 +68,10 @@ class Registry:
         self._looked_key: Any = None
         self._looked_by: Holders | None = None
         self._looked: dict[tuple[str, str], list[Any]] = {}
-        self._buffer_places: list[tuple[str, nn.Module, str]] = []
+        self.buffer_room = Buffers(self.modules)
+        self._known_buffers: set[str] = set()
+        """Those that were there when their module was registered, as on every rank."""
+        self._agreed: list[list[int]] = []
         self._kept: dict[str, list[tuple[str, nn.Parameter]]] = {}
         """Parameters of modules that are cut, as they were registered. FSDP2 puts others in their
         place while it runs, and DDP over a mesh hides them for good in its first forward pass."""
@@ -107,6 +87,8 @@ class Registry:
             )
         if isinstance(part, nn.Module):
             self.modules[name] = part
+            self.buffer_room.look_anew()
+            self._known_buffers |= {place.name for place in self.buffer_room.find()}
             self._replicated += ddp_modules(part)
             self._views.note(part)
             if is_cut(part):
@@ -148,11 +130,17 @@ class Registry:
     def look_anew(self) -> None:
         """The program may have put other tensors in the places of those that were looked up."""
         self._looks += 1
+        self.buffer_room.look_anew()
 
     def look_again(self) -> None:
         """The same if there is a reason to: for a step that goes over all tensors anyway."""
         if not self._listing[1].still_true():
             self.look_anew()
+
+    def placed(self) -> list[tuple[str, Any, torch.Tensor]]:
+        """All of `tensors`, each with what the program has in its place."""
+        listed = zip(self.places(), self.fixed(), strict=True)
+        return [*((n, p.held(), t) for p, (n, t) in listed), *self.buffer_room.held()]
 
     def layout_key(self) -> tuple[int, ...]:
         """Changes when optimizers have made or dropped state; cheap enough for every step."""
@@ -166,40 +154,18 @@ class Registry:
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors that a forward pass may change, or replace: looked up each time."""
-        if not self._buffer_places:
-            self._buffer_places = list(self._find_buffers())
-        found = []
-        for name, module, key in self._buffer_places:
-            buffer = module._buffers[key]
-            if buffer is not None:
-                found.append((name, local_of(buffer)))
-        return found
-
-    def untrained(self) -> list[nn.Module]:
-        """Modules with buffers that are not in training mode."""
-        return [module for _, module, _ in self._buffer_places if not module.training]
-
-    def statistics(self) -> set[str]:
-        """Names of buffers that torch's own norms write to without raising a version."""
-        places = self._buffer_places
-        return {name for name, module, _ in places if hasattr(module, "track_running_stats")}
-
-    def _find_buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
-        for name, module in self.modules.items():
-            for path, inner in module.named_modules():
-                for key in inner._buffers:
-                    yield ".".join(part for part in (name, path, key) if part), inner, key
+        return [(name, part) for name, _, part in self.buffer_room.held()]
 
     # ------------------------------------------------------------ who holds what
 
     def view(self) -> View:
         """How this rank sees the holders of everything registered, before they are agreed on."""
+        self._agreed = self._grouped()
         views = self._views
         named = [(name, views.of(parameter)) for name, parameter in self._named_parameters()]
-        for name, module, key in self._find_buffers():
-            buffer = module._buffers[key]
-            if buffer is not None:
-                named.append((name, views.of(buffer)))
+        places = [p for p in self.buffer_room.find() if p.name in self._known_buffers]
+        found = [(place.name, place.held()) for place in places]
+        named += [(name, views.of(buffer)) for name, buffer in found if buffer is not None]
         for name, optimizer in self.optimizers.items():
             if zero.is_zero(optimizer):
                 # Also of who owns no parameter at all: plain values go with the narrowest portion,
@@ -224,10 +190,19 @@ class Registry:
             if id(parameter) not in known
         ]
 
+    def regrouped(self) -> bool:
+        """Has an optimizer other parameters than when all agreed on who holds what?"""
+        now = self._grouped()
+        self._agreed = self._agreed or now  # A joiner was told what others had agreed on.
+        return self._agreed != now
+
+    def _grouped(self) -> list[list[int]]:
+        return [[len(g["params"]) for g in o.param_groups] for o in self.optimizers.values()]
+
     def under(self, name: str) -> list[torch.Tensor]:
         """Parameters and buffers of this name, or of the part that is called so."""
         named: list[tuple[str, torch.Tensor | None]] = list(self._named_parameters())
-        named += [(known, module._buffers[key]) for known, module, key in self._find_buffers()]
+        named += [(place.name, place.held()) for place in self.buffer_room.find()]
         return [
             tensor
             for known, tensor in named
@@ -241,6 +216,15 @@ class Registry:
     def _key(self, name: str) -> str:
         return name if name in self.holders.of else name.rpartition(".")[0]
 
+    def _is_late(self, name: str) -> bool:
+        return bool(self.holders.of) and self._key(name) not in self.holders.of
+
+    def _is_private(self, name: str) -> bool:
+        if name in self.private or not self._is_late(name):
+            return name in self.private
+        # Where all is cut, nothing is everybody's, and nobody else could give it back.
+        return self.holders.everybody not in self.portions()
+
     def is_lonely(self, name: str) -> bool:
         """Does any rank hold its part of this tensor alone?"""
         return self.holders.is_lonely(self._key(name))
@@ -251,11 +235,11 @@ class Registry:
     def shared(self, portion: str | None = None) -> list[tuple[str, torch.Tensor]]:
         """What a replica can give back: all of it, or one portion."""
         if portion is None:
-            return [(name, t) for name, t in self.tensors() if name not in self.private]
+            return [(name, t) for name, t in self.tensors() if not self._is_private(name)]
         buffers = [
             (name, buffer)
             for name, buffer in self.buffers()
-            if name not in self.private and self.portion_of(name) == portion
+            if not self._is_private(name) and self.portion_of(name) == portion
         ]
         return [*self._looked_up("fixed", portion, self._find_fixed), *buffers]
 
@@ -341,8 +325,8 @@ class Registry:
         """
         fixed = self._private_fixed() if self._private_is_fixed() else []
         if coming:
-            fixed = [(name, LATER if self._is_updated(name) else t) for name, t in fixed]
-        named = [*fixed, *((n, t) for n, t in self.buffers() if n in self.private)]
+            fixed = [(name, private.LATER if self._is_updated(name) else t) for name, t in fixed]
+        named = [*fixed, *((n, t) for n, t in self.buffers() if self._is_private(n))]
         return named + [(f"{n}.generator", g.get_state()) for n, g in self.generators.items()]
 
     def _private_fixed(self) -> list[tuple[str, torch.Tensor]]:
@@ -355,13 +339,17 @@ class Registry:
 
     def _private_is_fixed(self) -> bool:
         """Is any parameter private? Hardly ever, and then a step need not look through them."""
-        return len(self.private) > sum(name in self.private for name, _, _ in self._buffer_places)
+        buffers = self.buffer_room.places()
+        return len(self.private) > sum(place.name in self.private for place in buffers)
 
     def compared(self, rows: Sequence[Any], *, first: bool, settled: bool) -> bool:
         """Learn from all ranks' digests what is private. True if that is more than was known.
 
         `first`: until now every buffer counted as private. `settled`: only buffers can become so.
         """
+        if first:
+            # Optimizers have made their state by now.
+            self.check_plain()
         found = find_private([[(str(n), str(d)) for n, d in row] for row in rows], self.holders)
         if settled:
             found -= {name for name, _ in self.fixed()}
@@ -373,8 +361,10 @@ class Registry:
         self.private |= found
         return bool(fresh)
 
-    def restore_private(self, name: str, raw: bytes) -> bool:
+    def restore_private(self, name: str, raw: bytes | None) -> bool:
         """Take one private tensor back; False if this rank knows no such name."""
+        if raw is None:
+            raise NoHome(private.not_carried([name]))
         key = name.removesuffix(".generator")
         if name.endswith(".generator") and key in self.generators:
             self.generators[key].set_state(bytes_tensor(raw))
@@ -382,6 +372,7 @@ class Registry:
         for known, tensor in self.tensors():
             if known == name:
                 if not raw and tensor.numel():
+                    # So an earlier release says that it was left out.
                     raise NoHome(private.not_carried([name]))
                 fill_from_bytes(tensor, raw)
                 return True
@@ -401,12 +392,16 @@ class Registry:
 
     def plain(self) -> dict[str, Any]:
         """Everything that is no tensor in place: JSON-able, exact."""
-        plain: dict[str, Any] = {}
-        for name, optimizer in self.optimizers.items():
-            plain[name] = encode(plain_of(optimizer))
-        for name, other in self.others.items():
-            plain[name] = encode(other.state_dict())
-        return plain
+        return {name: encode(value) for name, value in self._plain_values()}
+
+    def _plain_values(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, plain_of(optimizer)) for name, optimizer in self.optimizers.items())
+        yield from ((name, other.state_dict()) for name, other in self.others.items())
+
+    def check_plain(self) -> None:
+        """Refuse now what else would be found out at the first fault, by all survivors at once."""
+        for name, value in self._plain_values():
+            check_carried(name, value)
 
     def syncs(self) -> list[bool]:
         """Whether DDP broadcasts buffers in its next forward pass: it remembers what the last one
@@ -432,7 +427,7 @@ class Registry:
 
     def settings(self) -> dict[str, Any]:
         """What the optimizers go by in their next step: learning rates and the like."""
-        return {n: encode(plain_of(o)["groups"]) for n, o in self.optimizers.items()}
+        return {n: encode(groups_of(o)) for n, o in self.optimizers.items()}
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         for name, optimizer in self.optimizers.items():
@@ -452,7 +447,8 @@ class Registry:
                 other.load_state_dict(shaped_like(own, decode(plain[name])))
 
     def conform(self, layout: Layout, portion: str | None = None) -> None:
-        """Give the optimizers just the state tensors that the sources have, uninitialised.
+        """Give the optimizers just the state tensors that the sources have, uninitialised, and
+        buffers their shapes.
 
         A joiner has stepped a different number of times than its sources, so it may lack state
         that they hold, or hold state that they have not made yet. Sources of one portion speak of
@@ -467,6 +463,7 @@ class Registry:
                 owner = f"{name}.{index}"
                 if portion is None or self.holders.portion(owner, self.rank) == portion:
                     conform_state(optimizer, parameter, wanted.get(owner, {}))
+        self.buffer_room.conform({name: (dtype, shape) for name, dtype, shape, _ in layout})
         self.look_anew()
         own = self.layout(portion)
         if own != [(n, d, list(s), c) for n, d, s, c in layout]:
@@ -474,7 +471,7 @@ class Registry:
                 (f"{a} against {b}" for a, b in zip(own, layout, strict=False) if a != tuple(b)),
                 f"{len(own)} tensors against {len(layout)}",
             )
-            raise ConfigError(
+            raise Permanent(
                 f"this rank built other state than its peers: {differing}; "
                 "the script must build the same model on every rank"
             )
@@ -521,11 +518,16 @@ class Registry:
         self.look_anew()
         self._cache.forget()
 
-    def shared_digests(self, received: Mapping[str, str] | None = None) -> dict[str, str]:
-        """One digest per portion that this rank holds, plain values included."""
+    def shared_digests(
+        self, received: Mapping[str, str] | None = None, *, late: bool = True
+    ) -> dict[str, str]:
+        """One digest per portion that this rank holds, plain values included.
+
+        Not `late`: without buffers that were registered after all had agreed on who holds what.
+        """
         named: dict[str, list[tuple[str, str]]] = {portion: [] for portion in self.portions()}
         for name, value in self.digests(received):
-            if name not in self.private:
+            if not self._is_private(name) and (late or not self._is_late(name)):
                 named[self.portion_of(name)].append((name, value))
         plain = self.plain()
         return {portion: self.digest_of(portion, each, plain) for portion, each in named.items()}

@@ -20,24 +20,25 @@ from keepstep.errors import Permanent
 from keepstep.training import zero
 from keepstep.training.cover import Record, landed, parts_of, read_capsule, views_of
 from keepstep.training.holders import is_distributed, local_of
+from keepstep.training.optimizers import BY_ELEMENT, as_many
 
 _State = dict[torch.Tensor, dict[str, Any]]
-BY_ELEMENT = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.Adamax,
-        torch.optim.AdamW,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
-"""Optimizers that treat each element by itself: a part is updated as the whole would be."""
+
+
+def strange(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """An optimizer whose steps cannot be made again on one rank alone; empty: there is none.
+
+    With what it holds in parts it might talk to other ranks, or look at more than a part. The one
+    inside ZeRO's has whole parameters. A class of one's own may do anything, also if it is derived.
+    """
+    return next(
+        (
+            type(optimizer).__name__
+            for optimizer in optimizers
+            if not zero.is_zero(optimizer) and type(optimizer) not in BY_ELEMENT
+        ),
+        "",
+    )
 
 
 def load_capsule(
@@ -61,6 +62,7 @@ def load_capsule(
 def gradients_of(record: Record, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The record's gradients, in the shapes of the local parameters."""
     sizes, dtypes = record.meta["sizes"], record.meta["dtypes"]
+    as_many(len(parameters), len(sizes), "parameters")
     left = iter(views_of(record))
     return [
         None if size < 0 else _shaped(next(left), dtype, parameter)

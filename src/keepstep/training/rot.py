@@ -15,7 +15,7 @@ Must never: guess which of two is right; take a change that the program itself m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,7 @@ from keepstep.training import patrol
 from keepstep.training.digest import digest
 from keepstep.training.registry import Registry
 from keepstep.training.side import exchange_rows
+from keepstep.training.still import versions
 
 if TYPE_CHECKING:
     from keepstep.training.keeper import Keeper
@@ -36,7 +37,7 @@ class Rest:
     def __init__(self, every: int) -> None:
         self.every = every
         """Steps between two looks; 0: none."""
-        self._known: dict[str, tuple[int, int, str]] = {}
+        self._known: dict[str, tuple[int, tuple[int, ...], str]] = {}
         self.looks = 0
         """How often this rank looked; 1 each time, however many tensors."""
 
@@ -56,7 +57,8 @@ class Rest:
         if self.every < 2 or step % self.every:
             return False
         self.looks += 1
-        rows = exchange_rows(keeper.groups, keeper.registry.shared_digests())
+        # Buffers that came later may be each rank's own, and no flip.
+        rows = exchange_rows(keeper.groups, keeper.registry.shared_digests(late=False))
         name, decided = minority(rows, keeper.place.rank)
         if not name:
             return False
@@ -68,8 +70,8 @@ class Rest:
     def remember(self, registry: Registry) -> None:
         registry.look_again()
         self._known = {
-            name: (tensor.data_ptr(), tensor._version, digest(tensor))
-            for name, tensor in registry.tensors()
+            name: (tensor.data_ptr(), versions(held), digest(tensor))
+            for name, held, tensor in registry.placed()
         }
 
     def forget(self) -> None:
@@ -80,14 +82,16 @@ class Rest:
         """Names of tensors whose bytes are others, though no operation touched them."""
         return [
             name
-            for name, tensor in registry.tensors()
-            if name in self._known and self._flipped(tensor, *self._known[name])
+            for name, held, tensor in registry.placed()
+            if name in self._known and self._flipped(held, tensor, *self._known[name])
         ]
 
     @staticmethod
-    def _flipped(tensor: torch.Tensor, address: int, version: int, known: str) -> bool:
+    def _flipped(
+        held: Any, tensor: torch.Tensor, address: int, before: tuple[int, ...], known: str
+    ) -> bool:
         # Whatever the program does to a tensor raises its version, or puts another in its place.
-        untouched = (tensor.data_ptr(), tensor._version) == (address, version)
+        untouched = (tensor.data_ptr(), versions(held)) == (address, before)
         return untouched and digest(tensor) != known
 
 

@@ -149,6 +149,7 @@ class Session:
             # first, so it needs DDP's rebuilt buckets, which decide the order of summation.
             if not self._keeper.starts_at_the_top and not self._rehearsed:
                 yield from self._rehearse(cursor, accumulate)
+            self._keeper.registry.check_plain()
             self._keeper.start(cursor)
         while True:
             if self._keeper is not None:
@@ -183,6 +184,8 @@ class Session:
             return self._step
         for hooks in self._hooks:
             hooks.close_in()
+        if self._keeper.registry.regrouped():
+            self._keeper.uncovered.regrouped()
         if not self._watches_compiler and "torch._dynamo" in sys.modules:
             self._watch_compiler()
         return self._keeper.begin()
@@ -370,17 +373,33 @@ class Session:
     # ------------------------------------------------------------ inside
 
     def _register(self, keeper: Keeper) -> None:
+        keeper.boundary.tell = keeper.uncovered.buffer_comes_or_goes
         for name, part in self.parts.items():
             keeper.registry.add(name, part)
         for optimizer in keeper.registry.optimizers.values():
-            self._hooks.append(Around(optimizer, self.grads_ready, self._one_update_done))
+            self._hooks.append(
+                Around(optimizer, self._update_begins, self._one_update_done, self._hooks_done)
+            )
             halfway.watch(keeper, optimizer)
+
+    def _update_begins(self, beyond: str) -> None:
+        keeper = self._keeper
+        if keeper is not None and keeper.covering is not None and keeper.boundary.in_attempt:
+            keeper.covering.update_begins(beyond)
+        self.grads_ready()
 
     def _one_update_done(self) -> None:
         self._optimizers_done += 1
         keeper = None if self._rehearsing else self._keeper
-        if keeper is not None and self._optimizers_done >= len(keeper.registry.optimizers):
+        if keeper is None:
+            return
+        keeper.boundary.in_hooks = True
+        if self._optimizers_done >= len(keeper.registry.optimizers):
             keeper.update_done()
+
+    def _hooks_done(self) -> None:
+        if self._keeper is not None:
+            self._keeper.boundary.in_hooks = False
 
     def _rehearse(self, cursor: Cursor, accumulate: int | None) -> Iterator[Any]:
         """A joiner runs the loop's body alone before it takes its seat; what it computes goes."""

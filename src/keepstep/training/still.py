@@ -5,22 +5,25 @@
 No sign sees everything, so there are three. Tensors in their places: what was replaced. Versions,
 of a DTensor and of its part: what torch's operations did. A few bytes of each, from all over it:
 what whole tensors were given past any version, by `.data`, NumPy, torch._foreach_* on DTensors or a
-checkpoint that is loaded in place. A write to a few elements that raises no version is not seen.
+checkpoint that is loaded in place. Plain counters are looked at where an optimizer has such. A
+write to a few elements that raises no version is not seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from keepstep.training.optimizers import counters_of
 from keepstep.training.raw import tensor_bytes
 from keepstep.training.registry import Registry
 
 SAMPLES = 16
 """Bytes of a tensor that are looked at. Each may be a miss of the cache, twice in each step."""
 
-Look = tuple[tuple[int, ...], tuple[int, ...], bytes]
+Look = tuple[tuple[int, ...], tuple[int, ...], bytes, str]
 
 
 class Still:
@@ -33,7 +36,7 @@ class Still:
         self._of: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._addresses: tuple[int, ...] = ()
         self._counters: list[torch.Tensor] = []
-        self._samples: list[torch.Tensor] = []
+        self._samples: list[list[torch.Tensor]] = []
 
     def remember(self) -> None:
         """It is as it should be. From here on nothing may change it."""
@@ -55,19 +58,26 @@ class Still:
         if of is not self._of:
             self._of, self._addresses = of, tuple([part.data_ptr() for _, part in of])
             self._counters = [tensor for held, part in of for tensor in _counting(held, part)]
-            self._samples = [sample for _, part in of if (sample := _sample(part)) is not None]
+            self._samples = _alike([_sample(part) for _, part in of])
         return (
             self._addresses,
             tuple([tensor._version for tensor in self._counters]),
-            _joined(self._samples),
+            b"".join([tensor_bytes(torch.cat(some)) for some in self._samples]),
+            "".join(map(counters_of, self._registry.optimizers.values())),
         )
+
+
+def versions(held: Any) -> tuple[int, ...]:
+    """What torch's operations raise, where a tensor is the program's own; empty: it is gone."""
+    counted = _counting(held, held) if isinstance(held, torch.Tensor) else ()
+    return tuple([tensor._version for tensor in counted])
 
 
 def _counting(held: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Where versions are counted: of a DTensor for it, for its part, and for what was taken from
-    it before, each by itself."""
+    it before, each by itself. What is taken from any other tensor counts with it."""
     inner = getattr(held, "_local_tensor", None)
-    return (held, part) if inner is None else (held, inner, part)
+    return (held,) if inner is None else (held, inner, part)
 
 
 def _sample(part: torch.Tensor) -> torch.Tensor | None:
@@ -83,8 +93,10 @@ def _sample(part: torch.Tensor) -> torch.Tensor | None:
     return whole.set_(storage, first, (-(-length // stride),), (stride,))
 
 
-def _joined(samples: Sequence[torch.Tensor]) -> bytes:
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
+def _alike(samples: Iterable[torch.Tensor | None]) -> list[list[torch.Tensor]]:
+    """By their sizes and strides: torch joins those that are alike several times as fast."""
+    found: dict[tuple[object, ...], list[torch.Tensor]] = {}
     for sample in samples:
-        by_device.setdefault(sample.device, []).append(sample)
-    return b"".join(tensor_bytes(torch.cat(some)) for some in by_device.values())
+        if sample is not None:
+            found.setdefault((sample.device, sample.shape, sample.stride()), []).append(sample)
+    return list(found.values())

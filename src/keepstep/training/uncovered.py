@@ -29,6 +29,7 @@ class Uncovered:
         self._idle: Randomness | None = None
         self._launched: Launched = None
         self._versions = 0
+        self._tells_of_buffers = True
         self.tail_moves = False
         """Registered tensors change after the update, inside the attempt."""
 
@@ -126,10 +127,29 @@ class Uncovered:
             "than two tensors a parameter?): its loss is a fallback to the newest checkpoint"
         )
 
+    def regrouped(self) -> None:
+        self._say(
+            "an optimizer was given other parameters after the session began: who takes a lost "
+            "rank's place has none of them, so a loss is a fallback to the newest checkpoint; call "
+            "optimizer.add_param_group before keepstep.session"
+        )
+
     def several_optimizers(self) -> None:
         self._say(
             "state that one rank holds alone has a second home only with one optimizer: with "
             "several, its loss is a fallback to the newest checkpoint"
+        )
+
+    def beyond_gradients(self, why: str) -> None:
+        self._say(
+            f"{why}: gradients alone do not lead to what one rank holds alone, so it has no second "
+            "home after such a step, and a loss of that rank is a fallback to the newest checkpoint"
+        )
+
+    def strange_optimizer(self, kind: str) -> None:
+        self._say(
+            f"{kind} is not known to update each element by itself: what one rank holds alone has "
+            "no second home with it, and its loss is a fallback to the newest checkpoint"
         )
 
     def evaluation_moves(self) -> None:
@@ -140,9 +160,26 @@ class Uncovered:
 
     def buffer_moves_unseen(self, name: str) -> None:
         self._say(
-            f"buffer {name} began to change in mid-run, through .data or a function that raises no "
-            "version: it cannot be put back, and this rank receives its state; if all do, that is "
-            "a fallback to the newest checkpoint. Write to it in place, with x.copy_"
+            f"buffer {name} was made in an attempt that broke, or began to change in mid-run "
+            "through .data or a function that raises no version: it cannot be put back, and this "
+            "rank receives its state; if all do, that is a fallback to the newest checkpoint. "
+            "Register it in __init__, and write to it in place, with x.copy_"
+        )
+
+    def buffer_comes_or_goes(self, name: str) -> None:
+        if not self._tells_of_buffers:
+            return
+        self._tells_of_buffers = False
+        self._say(
+            f"buffer {name} was registered, dropped or given another size after the session began: "
+            "who takes a lost rank's place has to make the same ones, in its start or its first "
+            "step, or the job falls back to its newest checkpoint; register buffers in __init__"
+        )
+
+    def entry_outgrown(self, name: str) -> None:
+        self._say(
+            f"{name}, which differs between ranks, has outgrown its second home: until the next "
+            "time that homes are made, the loss of a rank is a fallback to the newest checkpoint"
         )
 
     def private_moves(self, name: str, count: int) -> None:
