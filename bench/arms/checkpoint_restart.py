@@ -179,7 +179,7 @@ def train(plan: Plan) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     log = TruthLog(plan.truth, rank)
-    # Who is about to load can be struck, as in every arm.
+    # Who is about to load can be struck. Keepstep's joiner has its rank once it has state.
     log.start()
     data = made.Windows(plan)
     model = made.spread(made.bare_model(plan, data), plan)

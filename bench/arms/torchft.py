@@ -257,7 +257,7 @@ def train(plan: Plan) -> None:
     size = dist.get_world_size()
     rank = int(os.environ[REPLICA]) * size + dist.get_rank()
     log = TruthLog(plan.truth, rank)
-    # Who is about to load can be struck, as in every arm.
+    # Who is about to load can be struck. Keepstep's joiner has its rank once it has state.
     log.start()
     data = made.Windows(plan)
     parts: dict[str, Any] = {}

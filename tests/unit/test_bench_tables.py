@@ -273,6 +273,7 @@ def test_which_results_the_readme_tells_is_decided_by_a_rule():
     for name, value, why in (
         ("scenario_digest", ours["single_kill"], ""),
         ("scenario_digest", ours["kills"], "not the scenario that ships"),
+        ("scenario", "llama3", "not the scenario that ships"),
         ("plan", fit["cases"][0]["plan"] | {"seed": 2}, "seed 2 instead of 1"),
     ):
         case = {**fit["cases"][0], name: value}
