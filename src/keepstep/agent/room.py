@@ -26,6 +26,7 @@ journal does not have, or that this node knows more of than the journal, it is n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -50,6 +51,9 @@ FORWARDED_MAX = 64
 """Orders of one generation kept for a worker that has yet to connect."""
 ENDINGS_MAX = 256
 """Deaths per job that are reported again after a reconnect."""
+LOOK_SECONDS = 0.1
+"""Between two looks at a process that cannot be looked at, or of whose end the kernel cannot tell
+us, at present."""
 SOCKET_PATH_BYTES_MAX = 107
 KEPT_JOBS_MAX = 256
 """Told in one Hello; the others in the next ones."""
@@ -268,23 +272,36 @@ def clear(directory: Path, seconds_max: float = 5.0) -> None:
     deadline = time.monotonic() + seconds_max
     while any(_living(named)) and time.monotonic() < deadline:
         time.sleep(0.01)
+        for record in named:
+            kill_group(record.pid, record.start, signal.SIGKILL)
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def kill_group(pid: int, start: int, number: signal.Signals) -> bool:
     """Signal a process and its children, if it is still the process that was meant.
 
+    False: it could not be told whether it is, for want of a file say. It may live: try again.
+
     The whole group: a loader's workers inherit the sockets of their rank, and as long as one of
     them lives the peers of a dead rank see no end of stream.
     """
-    if process.life(pid, start) is process.Life.GONE:
-        return False
+    life = process.life(pid, start)
+    if life in (process.Life.GONE, process.Life.UNKNOWN):
+        return life is process.Life.GONE
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
         # Between fork and setsid there is no such group yet.
         _kill_one(pid, number)
     return True
+
+
+async def end_group(record: ProcessRecord) -> None:
+    """Kill a process and its children, as soon as it can be told whether it is still there."""
+    while True:
+        if kill_group(record.pid, record.start, signal.SIGKILL):
+            return
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 def _kill_one(pid: int, number: signal.Signals) -> None:

@@ -324,14 +324,21 @@ class Agent:
 
     def _meet_stranger(self, link: Link, hello: wire.WorkerHello) -> Worker | None:
         """A worker whose record was lost is adopted if its slot is free, and ended if it is not."""
-        reading = process.probe(link.pid)
+        try:
+            reading = process.look(link.pid)
+        except OSError as error:
+            # It comes again, and so does its chance to be looked at.
+            log.warning("link.stranger", job=hello.job, why=f"process {link.pid}: {error}")
+            link.writer.close()
+            return None
         if reading is None:
             return None
         if self.workers.on_slot(hello.slot):
             why = f"slot {hello.slot} has another worker; process {link.pid} is ended"
             log.warning("link.stranger", job=hello.job, why=why)
             link.send(wire.Refused(why))
-            kill_group(link.pid, reading.start, signal.SIGKILL)
+            if not kill_group(link.pid, reading.start, signal.SIGKILL):
+                link.writer.close()
             return None
         log.warning("link.stranger", job=hello.job, why=f"process {link.pid} adopted")
         return self.workers.watch(

@@ -24,7 +24,7 @@ from keepstep import wire
 from keepstep.agent import environment, log
 from keepstep.agent.forks import Forks
 from keepstep.agent.preload import Exited, Fork
-from keepstep.agent.room import ENDINGS_MAX, Room, WorkerRecord, kill_group
+from keepstep.agent.room import ENDINGS_MAX, LOOK_SECONDS, Room, WorkerRecord, kill_group
 from keepstep.detect import process
 from keepstep.detect.memory import Shortages
 from keepstep.errors import Permanent, WireError
@@ -35,8 +35,6 @@ STATUS_SECONDS_MAX = 0.05
 """How long a death waits for its exit status; the news must be out within 100 ms."""
 ADOPTED_STATUS_SECONDS_MAX = 1.0
 """The same for a worker that died while no agent was there."""
-LOOK_SECONDS = 0.1
-"""Between two looks at a worker of whose end the kernel cannot tell us at present."""
 UNKNOWN_EXIT_CODE = -9
 """When nobody could reap the process. Gone without a word is what SIGKILL looks like."""
 SHORT_OF_MEMORY = (
@@ -54,6 +52,8 @@ class Worker:
         self.is_alive = True
         self.pidfd = -1
         """-1 also while it lives, if no descriptor is to be had."""
+        self.is_condemned = False
+        """To be killed, until it is dead."""
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         """Set once the death is recorded and reported."""
@@ -192,11 +192,8 @@ class Workers:
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(record.pid)
         # Looked at after the open: now the descriptor cannot name a later process of the same pid.
-        try:
-            life = process.judge(process.look(record.pid), record.start)
-        except OSError:
-            life = None
-        if life is not None and life is not process.Life.GONE and pidfd >= 0:
+        life = process.life(record.pid, record.start)
+        if life in (process.Life.ALIVE, process.Life.STOPPED) and pidfd >= 0:
             worker.pidfd = pidfd
             asyncio.get_running_loop().add_reader(pidfd, self._died, worker)
             return True
@@ -236,17 +233,8 @@ class Workers:
             asyncio.get_running_loop().remove_reader(worker.pidfd)
             os.close(worker.pidfd)
             worker.pidfd = -1
-        # The rank's loader workers hold copies of its sockets: peers must see them closed now.
-        # As long as one of them lives the kernel gives the pid to nobody else; if somebody else
-        # has it, the group is not ours.
-        reading = process.probe(worker.record.pid)
-        # Its parent will tell as well, but a rank's death is news that should not wait for it.
-        code = process.exit_code(reading, worker.record.start)
-        if code is not None and not worker.exit_code.done():
-            worker.exit_code.set_result(code)
-        if reading is None or reading.start == worker.record.start:
-            with contextlib.suppress(OSError):
-                os.killpg(worker.record.pid, signal.SIGKILL)
+        if not _end_children(worker):
+            self._spawn(_end_children_later(worker))
         self._spawn(self._conclude(worker))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -315,8 +303,14 @@ class Workers:
     # ------------------------------------------------------------ ending
 
     def kill(self, worker: Worker) -> None:
-        """SIGKILL, which a stopped process cannot put off."""
-        kill_group(worker.record.pid, worker.record.start, signal.SIGKILL)
+        """SIGKILL, which a stopped process cannot put off. Tried again until its end is seen: who
+        cannot be looked at for our own want of a file lives on otherwise, and who fenced waits."""
+        struck = _strike(worker)
+        if not worker.is_condemned:
+            if not struck:
+                log.warning("worker.not_looked_at", rank=worker.record.rank, pid=worker.record.pid)
+            worker.is_condemned = True
+            self._spawn(_strike_again(worker))
 
     async def fence(self, worker: Worker) -> None:
         """Kill and wait until the process is gone and its death is reported."""
@@ -325,15 +319,72 @@ class Workers:
 
     async def end(self, worker: Worker, grace_seconds: float, *, ask: bool) -> None:
         """Let a worker leave by itself, asked by SIGTERM or not, and kill it when time is up."""
-        record = worker.record
-        if ask and process.life(record.pid, record.start) is not process.Life.GONE:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(record.pid, signal.SIGTERM)
+        if ask:
+            _ask(worker)
         try:
             async with asyncio.timeout(grace_seconds):
                 await worker.gone.wait()
         except TimeoutError:
             await self.fence(worker)
+
+
+def _strike(worker: Worker) -> bool:
+    if kill_group(worker.record.pid, worker.record.start, signal.SIGKILL):
+        return True
+    # A descriptor that we have names it all the same. Its children follow when it is dead.
+    _signal(worker, signal.SIGKILL)
+    return False
+
+
+async def _strike_again(worker: Worker) -> None:
+    await asyncio.sleep(LOOK_SECONDS)
+    while worker.is_alive:
+        _strike(worker)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def _ask(worker: Worker) -> None:
+    record = worker.record
+    life = process.life(record.pid, record.start)
+    if life is process.Life.UNKNOWN:
+        _signal(worker, signal.SIGTERM)
+    elif life is not process.Life.GONE:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(record.pid, signal.SIGTERM)
+
+
+def _signal(worker: Worker, number: signal.Signals) -> None:
+    """Through its descriptor, which takes no look."""
+    if worker.pidfd >= 0:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(worker.pidfd, number)
+
+
+def _end_children(worker: Worker) -> bool:
+    """The loader workers of a dead rank hold copies of its sockets: peers must see them closed now.
+    False: it cannot be told whose group it is, for want of a file."""
+    pid, start = worker.record.pid, worker.record.start
+    try:
+        reading = process.look(pid)
+    except OSError:
+        return False
+    # Its parent will tell as well, but a rank's death is news that should not wait for it.
+    code = process.exit_code(reading, start)
+    if code is not None and not worker.exit_code.done():
+        worker.exit_code.set_result(code)
+    # As long as one of them lives the kernel gives the pid to nobody else; if somebody else has it,
+    # the group is not ours.
+    if reading is None or reading.start == start:
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+    return True
+
+
+async def _end_children_later(worker: Worker) -> None:
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        if _end_children(worker):
+            return
 
 
 def surroundings(room: Room, spec: JobSpec) -> environment.Surroundings:
