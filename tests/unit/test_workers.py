@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -17,12 +18,13 @@ import pytest
 from keepstep import wire
 from keepstep.agent import forks, store, workers
 from keepstep.agent.forks import Forks
+from keepstep.agent.peer import Peer
 from keepstep.agent.room import ProcessRecord, Room, StoreRecord, WorkerRecord, kill_group
 from keepstep.agent.store import Store
 from keepstep.agent.workers import Workers
 from keepstep.detect import process
 from keepstep.errors import Unreachable
-from keepstep.model import JobId, JobSpec, NodeId, Rank
+from keepstep.model import JobId, JobSpec, NodeId, Rank, Term
 
 JOB = JobId("train")
 SECONDS_MAX = 10.0
@@ -93,9 +95,8 @@ def test_a_worker_that_could_not_be_written_down_is_watched_all_the_same(
     async def die() -> None:
         with monkeypatch.context() as no_space:
             no_space.setattr(node.room, "save", full)
-            with pytest.raises(OSError, match="No space left"):
-                node.workers.watch(LOST)
-        (dead,) = node.workers
+            dead = node.workers.watch(LOST)
+        assert list(node.workers) == [dead]
         async with asyncio.timeout(SECONDS_MAX):
             await dead.gone.wait()
 
@@ -310,3 +311,86 @@ def test_a_store_that_cannot_be_looked_at_is_adopted_and_watched(
 
     asyncio.run(live_and_die())
     assert not replaced
+
+
+def reopened(node: Node) -> Room:
+    """What an agent that starts now finds."""
+    found = Room(node.directory, "127.0.0.1")
+    node.room._lock.close()
+    found.open()
+    found._lock.close()
+    return found
+
+
+def test_an_agent_that_starts_in_a_full_room_watches_all_who_live_there_and_listens(
+    node: Node, child: WorkerRecord, monkeypatch: pytest.MonkeyPatch
+):
+    dead = [replace(LOST, slot=slot, pid=LOST.pid + slot, rank=Rank(slot)) for slot in (1, 2)]
+    node.room.workers = {record.pid: record for record in (*dead, child)}
+    node.room.term = Term(7)
+    node.room.save()
+    monkeypatch.setattr(workers, "ADOPTED_STATUS_SECONDS_MAX", 0.0)
+
+    async def start() -> None:
+        monkeypatch.setattr(node.room, "save", full)
+        node.workers.adopt()
+        peer = Peer(node.room)
+        await peer.start()
+        assert peer.port > 0
+        assert peer._server is not None
+        peer._server.close()
+        async with asyncio.timeout(SECONDS_MAX):
+            await asyncio.gather(*(w.gone.wait() for w in node.workers if w.record != child))
+        assert [worker.record for worker in node.workers] == [child]
+
+    asyncio.run(start())
+    assert sorted(told.rank for told in node.told) == [1, 2]
+    monkeypatch.undo()
+    assert reopened(node).term == 7, "what is refused is as it was"
+
+
+def test_who_was_not_written_down_is_when_there_is_space(
+    node: Node, child: WorkerRecord, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(workers, "SAVE_SECONDS", 0.001)
+
+    async def start() -> None:
+        with monkeypatch.context() as no_space:
+            no_space.setattr(node.room, "save", full)
+            node.workers.watch(child)
+            await some_looks_later()
+        assert child.pid in node.room.workers
+        await some_looks_later()
+
+    asyncio.run(start())
+    assert reopened(node).workers == {child.pid: child}
+
+
+def test_a_standby_takes_no_seat_that_a_full_room_has_no_space_for_but_says_that_it_is_ready(
+    node: Node, child: WorkerRecord, monkeypatch: pytest.MonkeyPatch
+):
+    async def start() -> None:
+        standby = replace(child, rank=Rank(-1))
+        worker = node.workers.watch(standby)
+        monkeypatch.setattr(node.room, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            node.workers.update(worker, child)
+        assert worker.record == node.room.workers[child.pid] == standby
+        node.workers.heard(worker, replace(standby, ready=True))
+        assert worker.record.ready
+
+    asyncio.run(start())
+
+
+def test_half_a_state_takes_no_space_in_a_full_room(node: Node, monkeypatch: pytest.MonkeyPatch):
+    node.room.save()
+
+    def half(path: Path, _: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as no_space:
+        no_space.setattr(Path, "write_bytes", half)
+        assert not node.room.save_if_possible()
+    assert not list(node.directory.glob("*.new"))
+    assert reopened(node).jobs.keys() == {JOB}

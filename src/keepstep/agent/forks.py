@@ -149,7 +149,7 @@ class Forks:
         record = await self._forked(arguments) if self._common else None
         how = "started" if record is None else "forked"
         self._room.preload = record or self._started(arguments)
-        self._room.save()
+        self._room.save_if_possible()
         modules = ",".join(self._modules) or "none"
         log.info(f"preload.{how}", pid=self._room.preload.pid, modules=modules)
 

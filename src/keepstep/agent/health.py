@@ -186,7 +186,7 @@ class Health:
     def _record(self, record: ProcessRecord | None) -> None:
         """The next agent must find what this one may leave behind."""
         self._room.health = record
-        self._room.save()
+        self._room.save_if_possible()
 
     def _environment(self) -> dict[str, str]:
         inherited = without_secrets(os.environ)

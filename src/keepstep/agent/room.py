@@ -186,7 +186,8 @@ class Room:
             ) from None
 
     def save(self) -> None:
-        """Write the state. Called after each change and before its news leaves the node."""
+        """Write the state. Called after each change and before its news leaves the node. Raises
+        OSError in a full room: an order that could not be written down is not obeyed."""
         state = AgentState(
             self.term,
             self.peer_port,
@@ -198,6 +199,16 @@ class Room:
             self.seq,
         )
         _write_whole(_state_path(self.directory), codec.dumps(codec.to_plain(state)))
+
+    def save_if_possible(self) -> bool:
+        """For what is so, written down or not: who lives here, who died, where we listen. None of
+        it is what orders are refused by, and the next save has it, too."""
+        try:
+            self.save()
+        except OSError as error:
+            log.error("room.not_saved", path=_state_path(self.directory), why=error)
+            return False
+        return True
 
     def job_room(self, job: JobId) -> Path:
         """Where a job's pages, rings and last words are."""
@@ -338,5 +349,10 @@ def _read_state(directory: Path) -> AgentState:
 
 def _write_whole(path: Path, data: bytes) -> None:
     fresh = path.with_name(path.name + ".new")
-    fresh.write_bytes(data)
+    try:
+        fresh.write_bytes(data)
+    except OSError:
+        # A full room needs what half of it takes.
+        fresh.unlink(missing_ok=True)
+        raise
     fresh.replace(path)

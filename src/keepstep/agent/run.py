@@ -319,7 +319,7 @@ class Agent:
             link.send(wire.Refused(why))
             return
         if hello.generation > record.generation:
-            self.workers.update(worker, replace(record, generation=hello.generation))
+            self.workers.heard(worker, replace(record, generation=hello.generation))
         self.orders.welcome(worker, link, hello)
 
     def _meet_stranger(self, link: Link, hello: wire.WorkerHello) -> Worker | None:
@@ -358,7 +358,7 @@ class Agent:
         worker = self.workers.by_pid(link.pid)
         if worker is None or not worker.is_standby:
             return
-        self.workers.update(worker, replace(worker.record, ready=True, level=message.level))
+        self.workers.heard(worker, replace(worker.record, ready=True, level=message.level))
         self._tell_standby(worker, ready=True, detail=message.detail)
 
     def _on_report(self, link: Link, report: wire.WorkerReport) -> None:

@@ -90,12 +90,13 @@ class Store:
                 log=str(self._room.store_log),
             )
         )
-        # Recorded before it is ready: a stranger would be ended by the next agent.
+        # Recorded before it is ready: a stranger would be ended by the next agent, as one is of
+        # which a full room has no record.
         self._room.store = StoreRecord(named.pid, named.start, 0)
-        self._room.save()
+        self._room.save_if_possible()
         port = await self._listening(port_file, self._room.store)
         self._room.store = StoreRecord(named.pid, named.start, port)
-        self._room.save()
+        self._room.save_if_possible()
         return self._room.store
 
     async def _settled(self, record: StoreRecord) -> StoreRecord | None:
@@ -106,7 +107,7 @@ class Store:
             await asyncio.sleep(RETRY_SECONDS)
             return None
         self._room.store = StoreRecord(record.pid, record.start, port)
-        self._room.save()
+        self._room.save_if_possible()
         return self._room.store
 
     async def _listening(self, port_file: Path, record: StoreRecord) -> int:

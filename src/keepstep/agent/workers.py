@@ -6,7 +6,10 @@ decided by three witnesses, in this order: the worker's last words (a traceback,
 exit status from the preload server, and the pidfd alone.
 
 Every record is in the room before its news leaves the node, so that an agent that dies at any
-point finds its workers again. No process is signalled unless pid and start time both fit.
+point finds its workers again. A full room gets it as soon as there is space: who lives is watched,
+and who died is told of, all the same. But a standby takes no seat that is not written down.
+
+No process is signalled unless pid and start time both fit.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ STATUS_SECONDS_MAX = 0.05
 """How long a death waits for its exit status; the news must be out within 100 ms."""
 ADOPTED_STATUS_SECONDS_MAX = 1.0
 """The same for a worker that died while no agent was there."""
+SAVE_SECONDS = 1.0
+"""Between two tries to write down what a full room had no space for."""
 UNKNOWN_EXIT_CODE = -9
 """When nobody could reap the process. Gone without a word is what SIGKILL looks like."""
 SHORT_OF_MEMORY = (
@@ -81,6 +86,7 @@ class Workers:
         self._living: dict[int, Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._shortages = Shortages()
+        self._saves_again = False
         self._exits: dict[tuple[int, int], int] = {}
         """Statuses of processes whose record is not made yet, or that are adopted later."""
 
@@ -181,9 +187,22 @@ class Workers:
         if not self._heeds(worker):
             log.warning("worker.looked_at", job=record.job, rank=record.rank, pid=record.pid)
             self._spawn(self._look_at(worker))
-        # After that: one that a full room has no space for is watched all the same.
-        self._room.save()
+        # One that a full room has no space for is watched all the same.
+        self._save()
         return worker
+
+    def _save(self) -> None:
+        """Now or later: an agent that started before that would end who is not in the room."""
+        if not self._room.save_if_possible() and not self._saves_again:
+            self._saves_again = True
+            self._spawn(self._save_again())
+
+    async def _save_again(self) -> None:
+        while self._saves_again:
+            await asyncio.sleep(SAVE_SECONDS)
+            with contextlib.suppress(OSError):
+                self._room.save()
+                self._saves_again = False
 
     def _heeds(self, worker: Worker) -> bool:
         """Whether the kernel will tell us of its end, or has. Nobody is dead for our own want of a
@@ -211,11 +230,25 @@ class Workers:
                 return
 
     def update(self, worker: Worker, record: WorkerRecord) -> None:
-        """A standby became ready, or took a seat."""
+        """A worker took a seat, or a generation, as it was ordered. Raises OSError in a full room,
+        and then it did not: the same order will find it as it was."""
+        before = worker.record
+        self._change(worker, record)
+        try:
+            self._room.save()
+        except OSError:
+            self._change(worker, before)
+            raise
+
+    def heard(self, worker: Worker, record: WorkerRecord) -> None:
+        """A worker says that it is ready, or in which generation it is: it is so in any case."""
+        self._change(worker, record)
+        self._save()
+
+    def _change(self, worker: Worker, record: WorkerRecord) -> None:
         worker.record = record
         if record.pid in self._room.workers:
             self._room.workers[record.pid] = record
-            self._room.save()
 
     def heard_exit(self, exited: Exited) -> None:
         """The preload server reaped a process."""
@@ -269,22 +302,15 @@ class Workers:
         if job is not None and record.rank >= 0:
             endings = (*job.endings, observed)[-ENDINGS_MAX:]
             self._room.jobs[record.job] = replace(job, endings=endings)
-        self._write_down(record)
+        if not self.seated(record.job):
+            with contextlib.suppress(OSError):
+                self._room.sweep_covers(record.job)
+        self._save()
         if worker.page is not None:
             worker.page.close()
         log.info("worker.ended", job=record.job, rank=record.rank, sign=observed.sign, code=code)
         worker.gone.set()
         self._on_end(worker, observed)
-
-    def _write_down(self, record: WorkerRecord) -> None:
-        """The end of one that was there. A full room keeps nobody from hearing of it: the next save
-        has it, too, and an agent that starts before that finds the process dead again."""
-        try:
-            if not self.seated(record.job):
-                self._room.sweep_covers(record.job)
-            self._room.save()
-        except OSError as error:
-            log.error("worker.end_not_saved", job=record.job, rank=record.rank, why=error)
 
     def _judge(
         self, worker: Worker, words: wire.WorkerEnding | None, code: int
