@@ -18,13 +18,17 @@ import pytest
 from keepstep import wire
 from keepstep.agent import forks, store, workers
 from keepstep.agent.forks import Forks
+from keepstep.agent.health import Health
+from keepstep.agent.links import Link
 from keepstep.agent.peer import Peer
 from keepstep.agent.room import ProcessRecord, Room, StoreRecord, WorkerRecord, kill_group
+from keepstep.agent.run import Agent, AgentConfig
 from keepstep.agent.store import Store
 from keepstep.agent.workers import Workers
+from keepstep.config import AgentSettings
 from keepstep.detect import process
-from keepstep.errors import Unreachable
-from keepstep.model import JobId, JobSpec, NodeId, Rank, Term
+from keepstep.errors import Transient, Unreachable
+from keepstep.model import Endpoint, JobId, JobSpec, NodeId, Rank, Term
 
 JOB = JobId("train")
 SECONDS_MAX = 10.0
@@ -394,3 +398,60 @@ def test_half_a_state_takes_no_space_in_a_full_room(node: Node, monkeypatch: pyt
         assert not node.room.save_if_possible()
     assert not list(node.directory.glob("*.new"))
     assert reopened(node).jobs.keys() == {JOB}
+
+
+def test_a_stranger_that_cannot_be_looked_at_is_sent_away_to_come_again(
+    tmp_path: Path, child: WorkerRecord, monkeypatch: pytest.MonkeyPatch
+):
+    closed: list[None] = []
+
+    class Writer:
+        def close(self) -> None:
+            closed.append(None)
+
+    hello = wire.WorkerHello(JOB, 0, child.pid, Rank(0))
+
+    async def come() -> None:
+        leader = Endpoint("127.0.0.1", 1)
+        agent = Agent(AgentConfig(NodeId("n0"), 1, (leader,), "127.0.0.1", tmp_path / "room"))
+        agent.room.open()
+        with agent.room._lock:
+            link = Link(child.pid, cast(asyncio.StreamWriter, Writer()))
+            with monkeypatch.context() as short:
+                short.setattr(Path, "read_text", none_left)
+                assert agent._meet_stranger(link, hello) is None
+            assert len(closed) == 1
+            met = agent._meet_stranger(link, hello)
+            assert met is not None
+            assert met.record.start == child.start
+
+    asyncio.run(come())
+
+
+def test_a_preload_server_that_could_not_be_written_down_by_name_is_not_left_behind(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    served = Forks(node.room, (), lambda _: None)
+    monkeypatch.setattr(forks, "command", lambda _: ("sleep", "60"))
+    with monkeypatch.context() as short:
+        short.setattr(process, "look", none_left)
+        with pytest.raises(OSError, match="Too many"):
+            served._started(())
+    assert served._own is not None
+    assert served._own.wait(SECONDS_MAX) == -signal.SIGKILL
+
+
+def test_a_health_program_that_cannot_be_named_is_ended_at_its_limit_all_the_same(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    settings = AgentSettings(health_program="sleep 60", health_seconds_max=0.05)
+    health = Health(NodeId("n1"), 1, settings, node.room, lambda _: None)
+    monkeypatch.setattr(process, "look", none_left)
+    monkeypatch.setattr(node.room, "save", full)
+
+    async def run() -> None:
+        async with asyncio.timeout(SECONDS_MAX):
+            with pytest.raises(Transient, match="did not end within"):
+                await health._run_once()
+
+    asyncio.run(run())
