@@ -1,4 +1,4 @@
-"""Directories for their owner alone, also where everybody may make one: /dev/shm, /tmp.
+"""Directories and files for their owner alone, also where everybody may make one: /dev/shm, /tmp.
 
     /dev/shm          everybody may write here
       keepstep-1000   ours or root's, and nobody else may write into it
@@ -9,14 +9,20 @@ A name below such a directory belongs to whoever comes first. `mkdir` with exist
 there, whosever it is, and with parents=True gives the levels between what the umask says. So each
 level is made alone, looked at, and trusted before anything is made in it. Where nobody else may
 write, what is there was put there by its owner, and is left as it is.
+
+A file is made anew under a name that nobody can have known, and renamed: root, who writes it into
+somebody's directory, must not write through a link that was put there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from keepstep.errors import ConfigError
 
@@ -42,6 +48,22 @@ def make(directory: Path) -> None:
                 f"{wanted}"
             )
         shared = shared or bool(os.stat(level).st_mode & stat.S_IWOTH)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file of ours, which takes the place of this one if all of it could be written. If not,
+    nothing is left of it. Raises OSError."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(fresh, flags, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            yield out
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def _take_back(level: Path) -> None:

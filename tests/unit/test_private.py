@@ -111,3 +111,28 @@ def test_a_level_of_ours_that_an_earlier_release_left_to_its_group_is_closed(sha
     private.make(above / "run" / "n1")
     assert mode(above) == 0o755
     assert mode(above / "run" / "n1") == 0o700
+
+
+def test_a_file_is_made_anew_and_for_us_alone(tmp_path: Path):
+    path, victim = tmp_path / "token", tmp_path / "victim"
+    victim.write_bytes(b"kept")
+    path.symlink_to(victim)
+    with private.replacing(path) as out:
+        out.write(b"secret")
+    assert (path.read_bytes(), mode(path), path.is_symlink()) == (b"secret", 0o600, False)
+    assert victim.read_bytes() == b"kept"
+
+
+def test_of_a_file_that_could_not_be_written_nothing_is_left(tmp_path: Path):
+    path = tmp_path / "token"
+    path.write_bytes(b"old")
+
+    def fail() -> None:
+        with private.replacing(path) as out:
+            out.write(b"new")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fail()
+    assert [file.name for file in tmp_path.iterdir()] == ["token"]
+    assert path.read_bytes() == b"old"

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +47,17 @@ def test_a_living_process_has_no_exit_code():
     assert own is not None
     assert process.exit_code(own, own.start) is None
     assert process.judge(own, own.start) is process.Life.ALIVE
+
+
+def test_who_cannot_be_looked_at_is_neither_alive_nor_gone(monkeypatch: pytest.MonkeyPatch):
+    own = process.probe(os.getpid())
+    assert own is not None
+
+    def none_left(*_: object, **__: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as short:
+        short.setattr(Path, "read_text", none_left)
+        assert process.life(own.pid, own.start) is process.Life.UNKNOWN
+    assert process.life(own.pid, own.start) is process.Life.ALIVE
+    assert process.life(own.pid, own.start + 1) is process.Life.GONE

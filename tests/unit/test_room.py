@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import subprocess
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +19,12 @@ from keepstep.agent.forks import Forks
 from keepstep.agent.links import Links
 from keepstep.agent.orders import JOBS_MAX, Hands, Orders
 from keepstep.agent.reports import Reports
-from keepstep.agent.room import Room, WorkerRecord
+from keepstep.agent.room import ProcessRecord, Room, WorkerRecord
 from keepstep.agent.tee import Tee
 from keepstep.agent.workers import Workers
 from keepstep.detect import process
 from keepstep.model import (
+    Endpoint,
     Generation,
     JobId,
     JobSpec,
@@ -186,6 +189,64 @@ def test_every_job_that_left_something_is_told_of_however_many_stay(
     for name in "bc":
         node.stop(name)
     assert node.room.kept_jobs() == ("a", "d"), "each once, if there is room for all"
+
+
+def full() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def starts(*seats: Seat, generation: int = 1) -> wire.Order:
+    begin = wire.StartWorkers(
+        JobSpec(JOB, "train.py"), seats, wire.Membership(1, "s", Endpoint("n1", 1), 1)
+    )
+    ids = (Term(1), Generation(generation), OrderId(f"start-{generation}"))
+    return wire.Order(*ids, JOB, (NODE,), begin)
+
+
+def test_a_start_that_could_not_be_written_down_is_as_fresh_when_it_is_told_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = node.leave(JOB, *RINGS)
+    with monkeypatch.context() as no_space:
+        no_space.setattr(node.room, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            node.orders.obey(starts())
+    assert not node.work
+    assert node.room.jobs[JOB].generation == 0
+    node.orders.obey(starts())
+    asyncio.run(node.settle())
+    assert files(there) == [], "entries of an earlier run would be lies"
+
+
+def test_a_seat_that_was_fenced_as_it_came_to_life_is_killed_also_in_a_full_room(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat = Seat(Rank(0), NODE, 0, 0)
+    ids = (Term(1), Generation(1), OrderId("fence"))
+    fence = wire.Order(*ids, JOB, (NODE,), wire.Fence((seat,)))
+
+    async def start(born: ProcessRecord) -> None:
+        class OneFork:
+            async def fork(self, _: object) -> ProcessRecord:
+                node.orders.obey(fence)
+                monkeypatch.setattr(node.room, "save", full)
+                return born
+
+        hands = replace(node.orders._hands, forks=cast(Forks, OneFork()))
+        node.orders._hands = hands
+        node.orders.obey(starts(seat))
+        await node.settle()
+        (worker,) = node.workers
+        async with asyncio.timeout(10.0):
+            await worker.gone.wait()
+
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as child:
+        try:
+            reading = process.probe(child.pid)
+            assert reading is not None
+            asyncio.run(start(ProcessRecord(child.pid, reading.start)))
+        finally:
+            child.kill()
 
 
 def _myself() -> WorkerRecord:

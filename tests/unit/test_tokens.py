@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +161,83 @@ def test_what_was_granted_may_be_said_again_by_every_launcher():
         admission.owned(spec(9), caller, known)
 
 
-def test_a_file_stays_its_owners_whoever_changes_it(tmp_path: Path, monkeypatch: Any):
+def somebodys(path: Path, monkeypatch: pytest.MonkeyPatch, *, changed_by: int) -> os.stat_result:
+    """A file with one token, that belongs to another user than the one who is about to change it.
+    Neither is root, unless root changes it."""
+    tokens.new(path, "alice", Role.VIEWER)
+    if os.geteuid() == 0:
+        os.chown(path, 4321, 4321)
+    monkeypatch.setattr(tokens.os, "geteuid", lambda: changed_by)
+    return path.stat()
+
+
+def refuse(*_: object) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+def test_a_file_stays_its_owners_when_root_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Root's, the orchestrator could not read it, and would let in nobody."""
     path, given = tmp_path / "tokens.json", []
-    tokens.new(path, "alice", Role.VIEWER)
-    there = path.stat()
-    monkeypatch.setattr(tokens.os, "geteuid", lambda: there.st_uid + 1)
+    there = somebodys(path, monkeypatch, changed_by=0)
     monkeypatch.setattr(tokens.os, "fchown", lambda _, *ids: given.append(ids))
     tokens.revoke(path, "alice")
     assert given == [(there.st_uid, there.st_gid)]
+
+
+def test_root_that_may_not_give_a_file_to_its_owner_changes_nothing_and_says_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "tokens.json"
+    there = somebodys(path, monkeypatch, changed_by=0)
+    monkeypatch.setattr(tokens.os, "fchown", refuse)
+    with pytest.raises(ConfigError, match=f"user {there.st_uid}.*run this as that user"):
+        tokens.revoke(path, "alice")
+    assert [token.name for token in tokens.read(path).tokens] == ["alice"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".tokens.json.lock", "tokens.json"]
+
+
+def test_who_may_write_the_directory_changes_a_file_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, given = tmp_path / "tokens.json", []
+    there = somebodys(path, monkeypatch, changed_by=there_is_no(tmp_path))
+    assert there.st_uid != tokens.os.geteuid()
+    path.chmod(0o664)
+    with monkeypatch.context() as not_its_group:
+        not_its_group.setattr(tokens.os, "fchown", refuse)
+        tokens.new(path, "bob", Role.VIEWER)
+    assert [token.name for token in tokens.read(path).tokens] == ["alice", "bob"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o664)
+    monkeypatch.setattr(tokens.os, "fchown", lambda _, *ids: given.append(ids))
+    tokens.revoke(path, "bob")
+    assert path.stat().st_mode & 0o777 == 0o660
+    assert given == [(-1, path.stat().st_gid)]
+
+
+def there_is_no(directory: Path) -> int:
+    """A user who is neither root nor the owner of this."""
+    return directory.stat().st_uid + 7
+
+
+def test_a_link_that_was_put_there_is_not_written_through(tmp_path: Path):
+    path, victim = tmp_path / "tokens.json", tmp_path / "victim"
+    victim.write_text("kept", encoding="utf-8")
+    before = _told(victim)
+    (tmp_path / ".tokens.json.new").symlink_to(victim)
+    tokens.new(path, "alice", Role.VIEWER)
+    assert not path.is_symlink()
+    assert victim.read_text(encoding="utf-8") == "kept"
+    assert _told(victim) == before
+    (tmp_path / ".tokens.json.lock").unlink()
+    (tmp_path / ".tokens.json.lock").symlink_to(tmp_path / "chosen")
+    with pytest.raises(ConfigError, match="cannot write"):
+        tokens.revoke(path, "alice")
+    assert not (tmp_path / "chosen").exists()
+
+
+def _told(path: Path) -> tuple[int, int, int]:
+    there = path.stat()
+    return there.st_uid, there.st_mode, there.st_mtime_ns

@@ -9,6 +9,7 @@ answer is sent to the next server: the key of a request makes that safe.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from keepstep.agent.preload import (
     from_line,
     to_line,
 )
-from keepstep.agent.room import ProcessRecord, Room, kill_group
+from keepstep.agent.room import ProcessRecord, Room, end_group, kill_group
 from keepstep.detect import process
 from keepstep.errors import Unreachable, WireError
 
@@ -46,6 +47,7 @@ CONNECT_SECONDS_MAX = 10.0
 """From the server's start to its socket: an interpreter's start, before any import."""
 FORK_SECONDS_MAX = 300.0
 """The first fork waits for the server's imports, which a cold file system makes slow."""
+NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def preload_environment(known: Mapping[str, str]) -> dict[str, str]:
@@ -130,7 +132,8 @@ class Forks:
                 )
                 if not alive or loop.time() > deadline:
                     self._on_trial = ""
-                    if known is not None:
+                    # That we have no file to reach it with is no fault of the server's.
+                    if known is not None and error.errno not in NO_FILES:
                         kill_group(known.pid, known.start, signal.SIGKILL)
                     raise Unreachable(f"the preload server cannot be reached: {error}") from error
             await asyncio.sleep(0.01)
@@ -146,7 +149,7 @@ class Forks:
         record = await self._forked(arguments) if self._common else None
         how = "started" if record is None else "forked"
         self._room.preload = record or self._started(arguments)
-        self._room.save()
+        self._room.save_if_possible()
         modules = ",".join(self._modules) or "none"
         log.info(f"preload.{how}", pid=self._room.preload.pid, modules=modules)
 
@@ -160,7 +163,12 @@ class Forks:
                 env=preload_environment(os.environ),
                 start_new_session=True,
             )
-        reading = process.probe(self._own.pid)
+        try:
+            reading = process.look(self._own.pid)
+        except OSError:
+            # Nobody would find it again.
+            self._own.kill()
+            raise
         assert reading is not None, "a child that was not waited for has its entry in /proc"
         return ProcessRecord(reading.pid, reading.start)
 
@@ -184,7 +192,7 @@ class Forks:
             message = from_line(line)
             if isinstance(message, Ready):
                 self.connected = True
-                self._disown_strangers(message)
+                await self._disown_strangers(message)
             elif isinstance(message, Forked) and message.key in self._pending:
                 future = self._pending[message.key][1]
                 if not future.done():
@@ -194,7 +202,7 @@ class Forks:
                 self._writer.write(to_line(Seen(message.pid, message.start)))
         raise Unreachable("the preload server closed its socket")
 
-    def _disown_strangers(self, ready: Ready) -> None:
+    async def _disown_strangers(self, ready: Ready) -> None:
         """A fork that no agent recorded was reported to nobody: end it; its order comes again."""
         store = self._room.store
         known = {(w.pid, w.start) for w in self._room.workers.values()}
@@ -203,4 +211,4 @@ class Forks:
         for child in ready.children:
             if (child.pid, child.start) not in known and child.key not in self._pending:
                 log.warning("preload.stranger", key=child.key, pid=child.pid)
-                kill_group(child.pid, child.start, signal.SIGKILL)
+                await end_group(ProcessRecord(child.pid, child.start))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from keepstep import wire
 from keepstep.agent import log
 from keepstep.agent.environment import without_secrets
-from keepstep.agent.room import ProcessRecord, Room, kill_group
+from keepstep.agent.room import ProcessRecord, Room, end_group, kill_group
 from keepstep.config import AgentSettings
 from keepstep.detect import process
 from keepstep.errors import KeepstepError, Permanent, Transient
@@ -100,7 +100,7 @@ class Health:
         loop = asyncio.get_running_loop()
         if (left := self._room.health) is not None:
             # An earlier agent died while it ran.
-            kill_group(left.pid, left.start, signal.SIGKILL)
+            await end_group(left)
         while True:
             due = loop.time() + self._settings.health_seconds
             try:
@@ -174,9 +174,10 @@ class Health:
             why = f"more than {OUTPUT_BYTES_MAX} bytes of output" if output.full else "killed"
             raise Transient(f"it did not end within {limit:g} s: {why}") from None
         finally:
-            if child.returncode is None and record is not None:
-                # Over its time, or the agent is leaving.
-                kill_group(record.pid, record.start, signal.SIGKILL)
+            if child.returncode is None:
+                # Over its time, or the agent is leaving. Alone, where its group cannot be told.
+                if record is None or not kill_group(record.pid, record.start, signal.SIGKILL):
+                    child.kill()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(DRAIN_SECONDS_MAX):
                         await child.wait()
@@ -185,7 +186,7 @@ class Health:
     def _record(self, record: ProcessRecord | None) -> None:
         """The next agent must find what this one may leave behind."""
         self._room.health = record
-        self._room.save()
+        self._room.save_if_possible()
 
     def _environment(self) -> dict[str, str]:
         inherited = without_secrets(os.environ)

@@ -64,7 +64,7 @@ async def ask(
 ) -> ProcessRecord:
     """A fork of the common server; raises OSError or Unreachable where there is none to be had."""
     token = secrets.token_hex(8)
-    mine = process.probe(os.getpid())
+    mine = process.look(os.getpid())
     assert mine is not None, "we are in /proc"
     fork = Fork(
         key=f"preload/{token}",
@@ -158,7 +158,9 @@ def main() -> int:
     if home != HOME:
         return 1  # Another copy of this package than the agent's.
     stand_beside(pid)
-    if not wanted(room, token) or process.life(pid, start) is process.Life.GONE:
+    # Who is not sure that the agent lives leaves as well: it can do without.
+    lives = process.life(pid, start) in (process.Life.ALIVE, process.Life.STOPPED)
+    if not wanted(room, token) or not lives:
         return 0  # Its turn came too late: the agent died, or has started one by itself.
     _log_to(room / "preload.log")
     named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -147,7 +147,14 @@ class Orders:
     def _begin_workers(self, order: wire.Order, start: wire.StartWorkers) -> None:
         known = self._hands.room.jobs.get(order.job)
         fresh = known is None or order.generation > known.generation
-        self._note(order, start.spec, start.membership)
+        try:
+            self._note(order, start.spec, start.membership)
+        except OSError:
+            # Not obeyed: told again, it must still be fresh, or lies of an earlier run would stay.
+            self._hands.room.jobs.pop(order.job, None)
+            if known is not None:
+                self._hands.room.jobs[order.job] = known
+            raise
         mine = [seat for seat in start.seats if seat.node == self._node]
         self._once(order, self._start_workers(order, mine, fresh=fresh))
 

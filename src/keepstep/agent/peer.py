@@ -48,7 +48,9 @@ class Peer:
             self._server = await asyncio.start_server(self._serve, self._room.address, 0)
         self.port = self._server.sockets[0].getsockname()[1]
         self._room.peer_port = self.port
-        self._room.save()
+        # Term and entry in it are those that were read from it: without it no order is obeyed that
+        # was refused before.
+        self._room.save_if_possible()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1

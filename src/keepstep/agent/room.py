@@ -26,6 +26,7 @@ journal does not have, or that this node knows more of than the journal, it is n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -50,6 +51,9 @@ FORWARDED_MAX = 64
 """Orders of one generation kept for a worker that has yet to connect."""
 ENDINGS_MAX = 256
 """Deaths per job that are reported again after a reconnect."""
+LOOK_SECONDS = 0.1
+"""Between two looks at a process that cannot be looked at, or of whose end the kernel cannot tell
+us, at present."""
 SOCKET_PATH_BYTES_MAX = 107
 KEPT_JOBS_MAX = 256
 """Told in one Hello; the others in the next ones."""
@@ -182,7 +186,8 @@ class Room:
             ) from None
 
     def save(self) -> None:
-        """Write the state. Called after each change and before its news leaves the node."""
+        """Write the state. Called after each change and before its news leaves the node. Raises
+        OSError in a full room: an order that could not be written down is not obeyed."""
         state = AgentState(
             self.term,
             self.peer_port,
@@ -194,6 +199,16 @@ class Room:
             self.seq,
         )
         _write_whole(_state_path(self.directory), codec.dumps(codec.to_plain(state)))
+
+    def save_if_possible(self) -> bool:
+        """For what is so, written down or not: who lives here, who died, where we listen. None of
+        it is what orders are refused by, and the next save has it, too."""
+        try:
+            self.save()
+        except OSError as error:
+            log.error("room.not_saved", path=_state_path(self.directory), why=error)
+            return False
+        return True
 
     def job_room(self, job: JobId) -> Path:
         """Where a job's pages, rings and last words are."""
@@ -268,23 +283,36 @@ def clear(directory: Path, seconds_max: float = 5.0) -> None:
     deadline = time.monotonic() + seconds_max
     while any(_living(named)) and time.monotonic() < deadline:
         time.sleep(0.01)
+        for record in named:
+            kill_group(record.pid, record.start, signal.SIGKILL)
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def kill_group(pid: int, start: int, number: signal.Signals) -> bool:
     """Signal a process and its children, if it is still the process that was meant.
 
+    False: it could not be told whether it is, for want of a file say. It may live: try again.
+
     The whole group: a loader's workers inherit the sockets of their rank, and as long as one of
     them lives the peers of a dead rank see no end of stream.
     """
-    if process.life(pid, start) is process.Life.GONE:
-        return False
+    life = process.life(pid, start)
+    if life in (process.Life.GONE, process.Life.UNKNOWN):
+        return life is process.Life.GONE
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
         # Between fork and setsid there is no such group yet.
         _kill_one(pid, number)
     return True
+
+
+async def end_group(record: ProcessRecord) -> None:
+    """Kill a process and its children, as soon as it can be told whether it is still there."""
+    while True:
+        if kill_group(record.pid, record.start, signal.SIGKILL):
+            return
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 def _kill_one(pid: int, number: signal.Signals) -> None:
@@ -321,5 +349,10 @@ def _read_state(directory: Path) -> AgentState:
 
 def _write_whole(path: Path, data: bytes) -> None:
     fresh = path.with_name(path.name + ".new")
-    fresh.write_bytes(data)
+    try:
+        fresh.write_bytes(data)
+    except OSError:
+        # A full room needs what half of it takes.
+        fresh.unlink(missing_ok=True)
+        raise
     fresh.replace(path)

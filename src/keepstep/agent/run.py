@@ -319,19 +319,26 @@ class Agent:
             link.send(wire.Refused(why))
             return
         if hello.generation > record.generation:
-            self.workers.update(worker, replace(record, generation=hello.generation))
+            self.workers.heard(worker, replace(record, generation=hello.generation))
         self.orders.welcome(worker, link, hello)
 
     def _meet_stranger(self, link: Link, hello: wire.WorkerHello) -> Worker | None:
         """A worker whose record was lost is adopted if its slot is free, and ended if it is not."""
-        reading = process.probe(link.pid)
+        try:
+            reading = process.look(link.pid)
+        except OSError as error:
+            # It comes again, and so does its chance to be looked at.
+            log.warning("link.stranger", job=hello.job, why=f"process {link.pid}: {error}")
+            link.writer.close()
+            return None
         if reading is None:
             return None
         if self.workers.on_slot(hello.slot):
             why = f"slot {hello.slot} has another worker; process {link.pid} is ended"
             log.warning("link.stranger", job=hello.job, why=why)
             link.send(wire.Refused(why))
-            kill_group(link.pid, reading.start, signal.SIGKILL)
+            if not kill_group(link.pid, reading.start, signal.SIGKILL):
+                link.writer.close()
             return None
         log.warning("link.stranger", job=hello.job, why=f"process {link.pid} adopted")
         return self.workers.watch(
@@ -351,7 +358,7 @@ class Agent:
         worker = self.workers.by_pid(link.pid)
         if worker is None or not worker.is_standby:
             return
-        self.workers.update(worker, replace(worker.record, ready=True, level=message.level))
+        self.workers.heard(worker, replace(worker.record, ready=True, level=message.level))
         self._tell_standby(worker, ready=True, detail=message.detail)
 
     def _on_report(self, link: Link, report: wire.WorkerReport) -> None:

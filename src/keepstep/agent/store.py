@@ -8,6 +8,7 @@ and go on, but the next one must meet at the new place.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from keepstep.agent import log
 from keepstep.agent.environment import without_secrets
 from keepstep.agent.forks import Forks
 from keepstep.agent.preload import Fork
-from keepstep.agent.room import Room, StoreRecord
+from keepstep.agent.room import LOOK_SECONDS, Room, StoreRecord
 from keepstep.detect import process
 from keepstep.errors import Unreachable
 
@@ -89,12 +90,13 @@ class Store:
                 log=str(self._room.store_log),
             )
         )
-        # Recorded before it is ready: a stranger would be ended by the next agent.
+        # Recorded before it is ready: a stranger would be ended by the next agent, as one is of
+        # which a full room has no record.
         self._room.store = StoreRecord(named.pid, named.start, 0)
-        self._room.save()
+        self._room.save_if_possible()
         port = await self._listening(port_file, self._room.store)
         self._room.store = StoreRecord(named.pid, named.start, port)
-        self._room.save()
+        self._room.save_if_possible()
         return self._room.store
 
     async def _settled(self, record: StoreRecord) -> StoreRecord | None:
@@ -105,7 +107,7 @@ class Store:
             await asyncio.sleep(RETRY_SECONDS)
             return None
         self._room.store = StoreRecord(record.pid, record.start, port)
-        self._room.save()
+        self._room.save_if_possible()
         return self._room.store
 
     async def _listening(self, port_file: Path, record: StoreRecord) -> int:
@@ -135,16 +137,29 @@ def _read_port(path: Path) -> int | None:
 
 
 async def _until_gone(record: StoreRecord) -> None:
-    loop = asyncio.get_running_loop()
-    gone = asyncio.Event()
+    """Told by the kernel, or seen by looking while no descriptor is to be had, as with workers."""
+    while True:
+        pidfd = -1
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(record.pid)
+        try:
+            # Looked at after the open: now the descriptor cannot name a later process.
+            life = process.life(record.pid, record.start)
+            if life is process.Life.GONE:
+                return
+            if pidfd >= 0 and life is not process.Life.UNKNOWN:
+                await _readable(pidfd)
+                return
+        finally:
+            if pidfd >= 0:
+                os.close(pidfd)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _readable(pidfd: int) -> None:
+    loop, gone = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(pidfd, gone.set)
     try:
-        pidfd = os.pidfd_open(record.pid)
-    except OSError:
-        return
-    try:
-        loop.add_reader(pidfd, gone.set)
-        if process.life(record.pid, record.start) is not process.Life.GONE:
-            await gone.wait()
+        await gone.wait()
     finally:
         loop.remove_reader(pidfd)
-        os.close(pidfd)

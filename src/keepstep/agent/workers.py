@@ -6,7 +6,10 @@ decided by three witnesses, in this order: the worker's last words (a traceback,
 exit status from the preload server, and the pidfd alone.
 
 Every record is in the room before its news leaves the node, so that an agent that dies at any
-point finds its workers again. No process is signalled unless pid and start time both fit.
+point finds its workers again. A full room gets it as soon as there is space: who lives is watched,
+and who died is told of, all the same. But a standby takes no seat that is not written down.
+
+No process is signalled unless pid and start time both fit.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from keepstep import wire
 from keepstep.agent import environment, log
 from keepstep.agent.forks import Forks
 from keepstep.agent.preload import Exited, Fork
-from keepstep.agent.room import ENDINGS_MAX, Room, WorkerRecord, kill_group
+from keepstep.agent.room import ENDINGS_MAX, LOOK_SECONDS, Room, WorkerRecord, kill_group
 from keepstep.detect import process
 from keepstep.detect.memory import Shortages
 from keepstep.errors import Permanent, WireError
@@ -35,8 +38,8 @@ STATUS_SECONDS_MAX = 0.05
 """How long a death waits for its exit status; the news must be out within 100 ms."""
 ADOPTED_STATUS_SECONDS_MAX = 1.0
 """The same for a worker that died while no agent was there."""
-LOOK_SECONDS = 0.1
-"""Between two looks at a worker of whose end the kernel cannot tell us at present."""
+SAVE_SECONDS = 1.0
+"""Between two tries to write down what a full room had no space for."""
 UNKNOWN_EXIT_CODE = -9
 """When nobody could reap the process. Gone without a word is what SIGKILL looks like."""
 SHORT_OF_MEMORY = (
@@ -54,6 +57,8 @@ class Worker:
         self.is_alive = True
         self.pidfd = -1
         """-1 also while it lives, if no descriptor is to be had."""
+        self.is_condemned = False
+        """To be killed, until it is dead."""
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         """Set once the death is recorded and reported."""
@@ -81,6 +86,7 @@ class Workers:
         self._living: dict[int, Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._shortages = Shortages()
+        self._saves_again = False
         self._exits: dict[tuple[int, int], int] = {}
         """Statuses of processes whose record is not made yet, or that are adopted later."""
 
@@ -181,9 +187,22 @@ class Workers:
         if not self._heeds(worker):
             log.warning("worker.looked_at", job=record.job, rank=record.rank, pid=record.pid)
             self._spawn(self._look_at(worker))
-        # After that: one that a full room has no space for is watched all the same.
-        self._room.save()
+        # One that a full room has no space for is watched all the same.
+        self._save()
         return worker
+
+    def _save(self) -> None:
+        """Now or later: an agent that started before that would end who is not in the room."""
+        if not self._room.save_if_possible() and not self._saves_again:
+            self._saves_again = True
+            self._spawn(self._save_again())
+
+    async def _save_again(self) -> None:
+        while self._saves_again:
+            await asyncio.sleep(SAVE_SECONDS)
+            with contextlib.suppress(OSError):
+                self._room.save()
+                self._saves_again = False
 
     def _heeds(self, worker: Worker) -> bool:
         """Whether the kernel will tell us of its end, or has. Nobody is dead for our own want of a
@@ -192,11 +211,8 @@ class Workers:
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(record.pid)
         # Looked at after the open: now the descriptor cannot name a later process of the same pid.
-        try:
-            life = process.judge(process.look(record.pid), record.start)
-        except OSError:
-            life = None
-        if life is not None and life is not process.Life.GONE and pidfd >= 0:
+        life = process.life(record.pid, record.start)
+        if life in (process.Life.ALIVE, process.Life.STOPPED) and pidfd >= 0:
             worker.pidfd = pidfd
             asyncio.get_running_loop().add_reader(pidfd, self._died, worker)
             return True
@@ -214,11 +230,25 @@ class Workers:
                 return
 
     def update(self, worker: Worker, record: WorkerRecord) -> None:
-        """A standby became ready, or took a seat."""
+        """A worker took a seat, or a generation, as it was ordered. Raises OSError in a full room,
+        and then it did not: the same order will find it as it was."""
+        before = worker.record
+        self._change(worker, record)
+        try:
+            self._room.save()
+        except OSError:
+            self._change(worker, before)
+            raise
+
+    def heard(self, worker: Worker, record: WorkerRecord) -> None:
+        """A worker says that it is ready, or in which generation it is: it is so in any case."""
+        self._change(worker, record)
+        self._save()
+
+    def _change(self, worker: Worker, record: WorkerRecord) -> None:
         worker.record = record
         if record.pid in self._room.workers:
             self._room.workers[record.pid] = record
-            self._room.save()
 
     def heard_exit(self, exited: Exited) -> None:
         """The preload server reaped a process."""
@@ -236,17 +266,8 @@ class Workers:
             asyncio.get_running_loop().remove_reader(worker.pidfd)
             os.close(worker.pidfd)
             worker.pidfd = -1
-        # The rank's loader workers hold copies of its sockets: peers must see them closed now.
-        # As long as one of them lives the kernel gives the pid to nobody else; if somebody else
-        # has it, the group is not ours.
-        reading = process.probe(worker.record.pid)
-        # Its parent will tell as well, but a rank's death is news that should not wait for it.
-        code = process.exit_code(reading, worker.record.start)
-        if code is not None and not worker.exit_code.done():
-            worker.exit_code.set_result(code)
-        if reading is None or reading.start == worker.record.start:
-            with contextlib.suppress(OSError):
-                os.killpg(worker.record.pid, signal.SIGKILL)
+        if not _end_children(worker):
+            self._spawn(_end_children_later(worker))
         self._spawn(self._conclude(worker))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -281,22 +302,15 @@ class Workers:
         if job is not None and record.rank >= 0:
             endings = (*job.endings, observed)[-ENDINGS_MAX:]
             self._room.jobs[record.job] = replace(job, endings=endings)
-        self._write_down(record)
+        if not self.seated(record.job):
+            with contextlib.suppress(OSError):
+                self._room.sweep_covers(record.job)
+        self._save()
         if worker.page is not None:
             worker.page.close()
         log.info("worker.ended", job=record.job, rank=record.rank, sign=observed.sign, code=code)
         worker.gone.set()
         self._on_end(worker, observed)
-
-    def _write_down(self, record: WorkerRecord) -> None:
-        """The end of one that was there. A full room keeps nobody from hearing of it: the next save
-        has it, too, and an agent that starts before that finds the process dead again."""
-        try:
-            if not self.seated(record.job):
-                self._room.sweep_covers(record.job)
-            self._room.save()
-        except OSError as error:
-            log.error("worker.end_not_saved", job=record.job, rank=record.rank, why=error)
 
     def _judge(
         self, worker: Worker, words: wire.WorkerEnding | None, code: int
@@ -315,8 +329,14 @@ class Workers:
     # ------------------------------------------------------------ ending
 
     def kill(self, worker: Worker) -> None:
-        """SIGKILL, which a stopped process cannot put off."""
-        kill_group(worker.record.pid, worker.record.start, signal.SIGKILL)
+        """SIGKILL, which a stopped process cannot put off. Tried again until its end is seen: who
+        cannot be looked at for our own want of a file lives on otherwise, and who fenced waits."""
+        struck = _strike(worker)
+        if not worker.is_condemned:
+            if not struck:
+                log.warning("worker.not_looked_at", rank=worker.record.rank, pid=worker.record.pid)
+            worker.is_condemned = True
+            self._spawn(_strike_again(worker))
 
     async def fence(self, worker: Worker) -> None:
         """Kill and wait until the process is gone and its death is reported."""
@@ -325,15 +345,72 @@ class Workers:
 
     async def end(self, worker: Worker, grace_seconds: float, *, ask: bool) -> None:
         """Let a worker leave by itself, asked by SIGTERM or not, and kill it when time is up."""
-        record = worker.record
-        if ask and process.life(record.pid, record.start) is not process.Life.GONE:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(record.pid, signal.SIGTERM)
+        if ask:
+            _ask(worker)
         try:
             async with asyncio.timeout(grace_seconds):
                 await worker.gone.wait()
         except TimeoutError:
             await self.fence(worker)
+
+
+def _strike(worker: Worker) -> bool:
+    if kill_group(worker.record.pid, worker.record.start, signal.SIGKILL):
+        return True
+    # A descriptor that we have names it all the same. Its children follow when it is dead.
+    _signal(worker, signal.SIGKILL)
+    return False
+
+
+async def _strike_again(worker: Worker) -> None:
+    await asyncio.sleep(LOOK_SECONDS)
+    while worker.is_alive:
+        _strike(worker)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def _ask(worker: Worker) -> None:
+    record = worker.record
+    life = process.life(record.pid, record.start)
+    if life is process.Life.UNKNOWN:
+        _signal(worker, signal.SIGTERM)
+    elif life is not process.Life.GONE:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(record.pid, signal.SIGTERM)
+
+
+def _signal(worker: Worker, number: signal.Signals) -> None:
+    """Through its descriptor, which takes no look."""
+    if worker.pidfd >= 0:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(worker.pidfd, number)
+
+
+def _end_children(worker: Worker) -> bool:
+    """The loader workers of a dead rank hold copies of its sockets: peers must see them closed now.
+    False: it cannot be told whose group it is, for want of a file."""
+    pid, start = worker.record.pid, worker.record.start
+    try:
+        reading = process.look(pid)
+    except OSError:
+        return False
+    # Its parent will tell as well, but a rank's death is news that should not wait for it.
+    code = process.exit_code(reading, start)
+    if code is not None and not worker.exit_code.done():
+        worker.exit_code.set_result(code)
+    # As long as one of them lives the kernel gives the pid to nobody else; if somebody else has it,
+    # the group is not ours.
+    if reading is None or reading.start == start:
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+    return True
+
+
+async def _end_children_later(worker: Worker) -> None:
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        if _end_children(worker):
+            return
 
 
 def surroundings(room: Room, spec: JobSpec) -> environment.Surroundings:

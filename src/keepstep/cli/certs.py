@@ -244,7 +244,10 @@ def _issue(authority: Path, there: Path, alternatives: list[str], *, days: int) 
             *("-CA", str(authority / "ca.crt"), "-CAkey", str(authority / "ca.key")),
             *("-set_serial", f"0x{os.urandom(16).hex()}", "-extfile", str(told)),
         )
-        shutil.copyfile(authority / "ca.crt", there / tls.AUTHORITY)
+        with private.replacing(there / tls.AUTHORITY) as copy:
+            copy.write((authority / "ca.crt").read_bytes())
+            # No secret: who may look at certificates needs it, too.
+            os.fchmod(copy.fileno(), 0o644)
         # The key first: who looks in between finds a pair that does not fit, and keeps the old one.
         key.replace(there / tls.KEY)
         certificate.replace(there / tls.CERTIFICATE)

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from keepstep import private
 from keepstep.cli.client import RUNS, Refusal, from_environment
 from keepstep.cli.cluster import ClusterPlan, LocalCluster, NodePlan
 from keepstep.cli.follow import Away
@@ -78,8 +79,8 @@ def run(asked: argparse.Namespace) -> int:
     run_dir = (asked.run_dir or Path.cwd() / RUNS / f"node-{name}").resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     token_file = run_dir / "token"
-    token_file.touch(mode=0o600)
-    token_file.write_text(f"{client.token}\n", encoding="utf-8")
+    with private.replacing(token_file) as file:
+        file.write(f"{client.token}\n".encode())
     config = load(LauncherConfig, asked.config, os.environ)
     node = NodePlan(name, asked.slots, address, labels=labels_of(asked.label))
     plan = ClusterPlan(

@@ -33,6 +33,9 @@ class Life(StrEnum):
     STOPPED = "stopped"
     """By SIGSTOP or a debugger: it does nothing, and says nothing either."""
     GONE = "gone"
+    UNKNOWN = "unknown"
+    """It cannot be looked at now, as where no file is to be had: it may live, so nobody may take it
+    for gone; and it may be another process, so nobody may signal it."""
 
 
 def probe(pid: int) -> ProcessReading | None:
@@ -73,5 +76,8 @@ def exit_code(reading: ProcessReading | None, start: int) -> int | None:
 
 
 def life(pid: int, start: int) -> Life:
-    """Probe and judge in one go."""
-    return judge(probe(pid), start)
+    """Look and judge in one go."""
+    try:
+        return judge(look(pid), start)
+    except OSError:
+        return Life.UNKNOWN

@@ -21,13 +21,14 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from keepstep import codec
+from keepstep import codec, private
 from keepstep.errors import ConfigError, KeepstepError
 
 PREFIX = "kst_"
@@ -205,18 +206,46 @@ def revoke(path: Path, name: str) -> Token:
 def _changing(path: Path) -> Iterator[None]:
     """One at a time: two commands at once must not undo each other."""
     try:
-        with path.with_name(f".{path.name}.lock").open("ab") as lock:
+        with os.fdopen(_opened(path.with_name(f".{path.name}.lock")), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
+def _opened(lock: Path) -> int:
+    """Made by whoever comes first, and used by all who may write here; never through a link, by
+    which root would make a file that somebody else chose."""
+    flags = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(lock, os.O_RDWR | flags, 0o644)
+    except PermissionError:
+        # Another's. A lock needs no more, but on NFS, where it has to be written.
+        return os.open(lock, os.O_RDONLY | flags, 0o644)
+
+
 def _write(path: Path, file: TokenFile) -> None:
-    fresh = path.with_name(f".{path.name}.new")
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+    with private.replacing(path) as out:
         out.write(codec.dumps(codec.to_plain(file)) + b"\n")
-        if path.exists() and (there := path.stat()).st_uid != os.geteuid():
-            # Changed by root for a day, it must not shut out the orchestrator, whose file it is.
-            os.fchown(out.fileno(), there.st_uid, there.st_gid)
-    fresh.replace(path)
+        if path.exists():
+            _keep_owner(out.fileno(), path, path.stat())
+
+
+def _keep_owner(fresh: int, path: Path, there: os.stat_result) -> None:
+    """Changed by another for a day, it must not shut out the orchestrator, whose file it is."""
+    us = os.geteuid()
+    if us == there.st_uid:
+        return
+    if us != 0:
+        # Only root can give a file away. The orchestrator may be in its group.
+        with contextlib.suppress(OSError):
+            os.fchown(fresh, -1, there.st_gid)
+            os.fchmod(fresh, stat.S_IMODE(there.st_mode) & 0o660)
+        return
+    try:
+        os.fchown(fresh, there.st_uid, there.st_gid)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} belongs to user {there.st_uid}, and would be root's from now on, which the"
+            f" orchestrator could not read ({error.strerror}): run this as that user"
+        ) from error
