@@ -27,6 +27,7 @@ from keepstep.orchestrator import (
     observe,
     orders,
     roster,
+    rules,
     saving,
     slots,
     spares,
@@ -257,8 +258,10 @@ def _doubt(turn: Turn, job: Job, generation: Generation, node: NodeId) -> None:
         job.unsure = Unsure(turn.now, why, claims=_listed(turn.cluster, job))
         if job.roster is not None and job.migration is not None:
             job.unsure.dead = tuple(job.roster.seats[rank] for rank in sorted(job.migration.gone))
-        # What it asks for is judged anew when it is known; till then nobody waits behind it.
-        job.broken_at = job.turn_at = -1.0
+        job.broken_at = -1.0
+        if rules.doubts_stand_aside(turn.cluster):
+            # What it asks for is judged anew when it is known; till then nobody waits behind it.
+            job.turn_at = -1.0
         turn.note(why, job)
     job.unsure.generation = max(job.unsure.generation, generation)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from keepstep.model import JobState, Phase, Rank, Seat
-from keepstep.orchestrator import orders, placing, portions, slots, spares
+from keepstep.orchestrator import orders, placing, portions, rules, slots, spares
 from keepstep.orchestrator.state import (
     Cluster,
     Job,
@@ -62,7 +62,7 @@ def allocating(cluster: Cluster) -> int | None:
             job.spec.priority
             for job in map(cluster.jobs.__getitem__, cluster.open_jobs)
             if (moving := job.migration) and moving.phase is Phase.ALLOCATE and not moving.saves
-            if job.unsure is None
+            if not rules.aside(cluster, job)
         ),
         default=None,
     )
