@@ -166,7 +166,10 @@ def write_off_fences(turn: Turn, job: Job) -> None:
 
 
 def dismiss(turn: Turn, job: Job, seats: Iterable[Seat]) -> None:
-    """End workers that hold no seat: their slots are free once they are dead."""
+    """End workers that hold no seat: their slots are free once they are dead. While the journal is
+    in doubt nobody is ended: who holds a seat is known when it is not."""
+    if rules.aside(turn.cluster, job):
+        return
     there = [seat for seat in seats if turn.cluster.nodes[seat.node].alive]
     for seat in there:
         _keep_until_dead(turn, job, seat)
