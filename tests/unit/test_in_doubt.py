@@ -159,3 +159,74 @@ def test_two_jobs_do_not_share_a_slot_that_was_given_away_and_the_doubt_says_so(
     step(cluster, events.Tick(), 50.0)
     assert low.unsure is None
     assert cluster.nodes[NodeId("n4")].uses == {0: high}
+
+
+def parking(cluster: state.Cluster) -> None:
+    """`high` lacks a spare, and `low` is about to be parked for it."""
+    for node in ("n4", "n5"):
+        step(cluster, events.DrainAsked(NodeId(node), "x"), 9.0)
+    kill(cluster, HIGH, 10.0, 2)
+    step(cluster, events.Tick(), 11.0)
+    assert cluster.jobs[LOW].loan is not None
+    report(cluster, LOW, Phase.QUIESCE, 14.0)
+
+
+def park(cluster: state.Cluster, now: float) -> list[wire.Order]:
+    job, orders = cluster.jobs[LOW], []
+    assert job.roster is not None
+    world = portions.of_all(2)
+    for seat in job.roster.seats:
+        saved = wire.SeatReport(seat.rank, 5, True, {world: "d"}, entries=(5,), step=5)
+        said = wire.PhaseReport(seat.node, LOW, job.generation, Phase.SAVE, (saved,))
+        orders += step(cluster, said, now).orders
+    assert job.state is JobState.PARKED
+    return orders
+
+
+def test_a_lender_that_is_parked_seats_nobody_of_a_borrower_in_doubt():
+    cluster = two_jobs(6, 4)
+    parking(cluster)
+    doubt(cluster, HIGH, 15.0)
+    high = cluster.jobs[HIGH]
+    before = high.roster
+    assert [order for order in park(cluster, 16.0) if order.job == HIGH] == []
+    assert high.roster == before
+
+
+def test_a_borrower_in_doubt_does_not_keep_its_lender_parked():
+    cluster = two_jobs(6, 4)
+    parking(cluster)
+    doubt(cluster, HIGH, 15.0)
+    park(cluster, 16.0)
+    step(cluster, events.Tick(), 17.0)
+    assert cluster.jobs[LOW].state is JobState.PARKED, "its ranks may be found, and the room used"
+    step(cluster, events.Tick(), 50.0)
+    assert cluster.jobs[HIGH].unsure is not None
+    assert cluster.jobs[LOW].state is JobState.STARTING
+    assert cluster.loans[-1].borrower == HIGH
+
+
+def test_a_lender_takes_no_device_back_where_a_rank_of_its_borrower_in_doubt_may_live():
+    """The forgotten entries gave n1 to the borrower: its agent lists it, or is not heard at all."""
+    for heard in (True, False):
+        cluster = two_jobs(6, 4)
+        parking(cluster)
+        doubt(cluster, HIGH, 15.0)
+        park(cluster, 16.0)
+        if heard:
+            come(cluster, "n1", 2, 1, 17.0, HIGH)
+        else:
+            step(cluster, events.LinkLost(NodeId("n1")), 17.0)
+        for now in (50.0, 90.0):
+            assert is_told(step(cluster, events.Tick(), now), "n1") == []
+        assert cluster.jobs[LOW].state is JobState.PARKED
+
+
+def test_nobody_waits_for_a_lender_that_came_into_doubt_before_it_was_parked():
+    cluster = two_jobs(8, 4)
+    for node in ("n6", "n7"):
+        step(cluster, events.DrainAsked(NodeId(node), "x"), 8.0)
+    parking(cluster)
+    assert launch.lenders_to_come(turn.Turn(cluster, 14.5), cluster.jobs[HIGH])
+    doubt(cluster, LOW, 15.0)
+    assert not launch.lenders_to_come(turn.Turn(cluster, 15.5), cluster.jobs[HIGH])
