@@ -43,6 +43,7 @@ from keepstep.model import (
 )
 from keepstep.orchestrator import admission
 from keepstep.orchestrator.http import BadRequest
+from keepstep.orchestrator.tokens import Caller, Role
 from keepstep.page import Mark, Page, Ring, page_path, ring_path
 
 pytestmark = pytest.mark.process
@@ -340,9 +341,10 @@ async def test_no_job_can_be_called_like_a_file_of_the_room(here: World) -> None
     files = {entry.name for entry in here.room.iterdir()} - {JOB}
     assert {"agent-state.json", "boot", "preload.sock"} <= files
     # And what they are called before they are whole.
+    caller = Caller("launcher", Role.OPERATOR)
     for name in (*files, *(f"{name}.new" for name in files), "preload.new"):
         with pytest.raises(BadRequest):
-            admission.check(replace(here.spec(WAITS), job=JobId(name)))
+            admission.check_name(replace(here.spec(WAITS), job=JobId(name)), caller, ())
 
 
 @scene

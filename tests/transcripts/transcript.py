@@ -27,16 +27,22 @@ from keepstep.model import (
     Sign,
     Term,
 )
-from keepstep.orchestrator import brain, events, placing, portions, state
+from keepstep.orchestrator import brain, events, placing, portions, rules, state
 
 JOB = JobId("train")
+
+
+def _new_cluster():
+    cluster = state.new_cluster("transcript")
+    cluster.rules = rules.NEWEST
+    return cluster
 
 
 class Player:
     """Plays the commands of one transcript against a brain."""
 
     def __init__(self) -> None:
-        self.cluster = state.new_cluster("transcript")
+        self.cluster = _new_cluster()
         self.now = 0.0
         self.focus = JOB
         """The job that commands speak of, unless they say `job=NAME`."""
@@ -362,14 +368,15 @@ class Player:
         """restart limit=1 down=300: the orchestrator dies; later another reads the journal."""
         down = float(options.get("down", 0.0))
         self.now += down
-        replayed = state.new_cluster("transcript")
+        replayed = _new_cluster()
         for event, now in self.journal:
             again = events.from_plain(events.to_plain(event))
             replayed = brain.step(replayed, again, now).cluster
         assert state.fingerprint(replayed) == state.fingerprint(self.cluster)
         self.cluster = state.from_plain(state.to_plain(replayed))
         limit = int(options.get("limit", 0))
-        return self.feed(events.TermBegan(Term(self.cluster.term + 1), limit, down))
+        term = Term(self.cluster.term + 1)
+        return self.feed(events.TermBegan(term, limit, down, rules=rules.NEWEST))
 
     # ------------------------------------------------------------ feeding and telling
 

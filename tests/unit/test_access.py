@@ -39,7 +39,7 @@ from keepstep.orchestrator.remedies import ADD
 from keepstep.orchestrator.routes import Call, Route
 from keepstep.orchestrator.run import Orchestrator
 from keepstep.orchestrator.stepped import Waiting
-from keepstep.orchestrator.tokens import Caller, Role, Tokens, new
+from keepstep.orchestrator.tokens import CLUSTER, Caller, Role, Tokens, new
 from keepstep.orchestrator.turn import Note, Turn
 
 OWN = "the-clusters-own-token"
@@ -552,12 +552,6 @@ BAD_SPECS: list[dict[str, Any]] = [
     {"job": ""},
     {"job": "a/b"},
     {"job": "x" * 65},
-    {"job": "boot"},
-    {"job": "agent.lock"},
-    {"job": "agent.sock.new"},
-    {"job": "preload.new"},
-    {"job": "store.port.new"},
-    {"job": "logs"},
     {"nodes": 0},
     {"nodes": -1},
     {"nodes": 10**9},
@@ -586,6 +580,29 @@ def test_a_job_that_nobody_can_mean_is_refused_before_it_is_decided(more: dict[s
         admission.check(JobSpec(**(good | more)))
     assert refused.value.status == 400
     assert refused.value.fix
+
+
+@pytest.mark.parametrize("project", ["", "a"])
+def test_no_job_is_called_like_a_file_of_the_agents_unless_it_was_before(project: str):
+    caller = Caller("who", Role.OPERATOR, project)
+    kept = ("boot", "agent.lock", "agent.sock.new", "preload.new", "store.port.new", "logs")
+    for name in (*kept, "store.2", "logs.old"):
+        spec = JobSpec(JobId(name), "t.py", project=project)
+        with pytest.raises(BadRequest, match="a file of the agents'"):
+            admission.check_name(spec, caller, ())
+        # It was open when this release came: its launchers say the same again.
+        admission.check(spec)
+        admission.check_name(spec, caller, (), whose=project)
+
+
+@in_two_projects
+async def test_a_job_that_is_open_under_a_name_that_is_taken_since_is_submitted_again(made: Served):
+    spec = JobSpec(JobId("store.2"), "t.py", project="a")
+    await made.orchestrator.decide(events.Submitted(spec))
+    plain = codec.to_plain(spec)
+    assert (await made.ask("operatora", "POST", "/v1/jobs", plain))[0] == 200
+    plain["job"] = "store.3"
+    assert (await made.ask("operatora", "POST", "/v1/jobs", plain))[0] == 400
 
 
 def test_an_agent_is_let_in_by_token_without_tls_and_by_certificate_with_it():
@@ -639,15 +656,54 @@ async def test_of_whoever_shows_nothing_that_an_agent_has_little_is_read(made: S
         assert await read_of(who, {}) == wire.STRANGER_BYTES_MAX
 
 
+def fill(made: Served, waiting: contextlib.ExitStack, *names: str, project: str) -> None:
+    for name in names:
+        caller = Caller(name, Role.OPERATOR, project)
+        while not made.gate.waiting.full(caller):
+            waiting.enter_context(made.gate.waiting.taken(caller))
+
+
 @in_two_projects
 async def test_requests_that_wait_leave_room_for_others(made: Served):
     """While the journal is away they pile up."""
-    caller = Caller("operatora", Role.OPERATOR, "a")
     with contextlib.ExitStack() as waiting:
-        while not made.gate.waiting.full(caller):
-            waiting.enter_context(made.gate.waiting.taken(caller))
+        fill(made, waiting, "operatora", project="a")
         status, why = await made.ask("operatora", "POST", "/v1/jobs/mine/stop", {})
         assert (status, "too many requests wait" in why) == (429, True)
         assert (await made.ask("viewera", "GET", "/v1/jobs"))[0] == 200
         assert (await made.ask("own", "POST", "/v1/jobs/mine/stop", {}))[0] == 200
     assert not made.gate.waiting.open.total()
+
+
+@in_two_projects
+async def test_projects_that_wait_leave_places_to_those_who_run_the_cluster(made: Served):
+    with contextlib.ExitStack() as waiting:
+        fill(made, waiting, "p1", "p2", "p3", "p4", "p5", project="a")
+        assert made.gate.waiting.open.total() == 512
+        assert (await made.ask("operatorb", "POST", f"/v1/jobs/{SECRET}/stop", {}))[0] == 429
+        assert (await made.ask("admin", "POST", "/v1/jobs/mine/stop", {}))[0] == 200
+        fill(made, waiting, "o1", "o2", "o3", project="")
+        assert made.gate.waiting.open.total() == 768
+        assert (await made.ask("admin", "POST", "/v1/freeze", {}))[0] == 429
+        assert (await made.ask("own", "POST", "/v1/freeze", {}))[0] == 200
+    assert not made.gate.waiting.full(Caller("p1", Role.OPERATOR, "a"))
+
+
+@in_two_projects
+async def test_an_agents_stream_waits_for_no_decision_and_is_let_in(made: Served):
+    headers = {"upgrade": "x", "authorization": f"Bearer {OWN}"}
+    with contextlib.ExitStack() as waiting:
+        fill(made, waiting, "p1", "p2", "p3", project="a")
+        fill(made, waiting, "o1", "o2", project="")
+        for _ in range(256):
+            waiting.enter_context(made.gate.waiting.taken(Caller(CLUSTER, Role.ADMIN)))
+        assert (await made.ask("own", "POST", "/v1/freeze", {}))[0] == 429
+        for said in (headers, {"upgrade": "x"}):
+            reply = await made.api.handle(Request("POST", "/v1/agent", {}, said))
+            assert isinstance(reply, Upgraded)
+
+
+def test_what_passes_is_told_apart_from_what_somebody_has_to_change():
+    passes = BadRequest(429, "too many requests wait", "wait", passes=True).response
+    assert (passes.status, passes.headers) == (429, {"Retry-After": "1"})
+    assert BadRequest(429, "project a has 2 open jobs", "stop some").response.headers == {}

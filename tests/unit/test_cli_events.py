@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import queue
+import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,9 +13,10 @@ from unittest.mock import patch
 
 import pytest
 
-from keepstep.cli import watch
+from keepstep.cli import client, follow, watch
 from keepstep.cli.client import Client, Gap
 from keepstep.cli.follow import Follower
+from keepstep.config import LauncherConfig
 from keepstep.errors import Unreachable
 from keepstep.model import JobId, JobSpec
 
@@ -104,6 +107,89 @@ class Busy(BaseHTTPRequestHandler):
 def test_what_there_is_too_much_of_is_told_in_the_orchestrators_own_words():
     with HTTPServer(("127.0.0.1", 0), Busy) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        client = Client(f"http://127.0.0.1:{server.server_port}", "t")
+        made = Client(f"http://127.0.0.1:{server.server_port}", "t")
         with pytest.raises(Unreachable, match="project a has 2 open jobs; stop some"):
-            client.submit(JobSpec(JobId("j"), "t.py"))
+            made.submit(JobSpec(JobId("j"), "t.py"))
+
+
+class Crowded(Busy):
+    """One that nobody can wait at for a decision at first."""
+
+    asked = 0
+
+    def do_POST(self) -> None:
+        type(self).asked += 1
+        self.rfile.read(int(self.headers["Content-Length"]))
+        said, status = b'{"job":"j"}', 200
+        if self.asked <= 2:
+            said, status = b'{"error":"too many requests wait","fix":"wait"}', 429
+        self.send_response(status)
+        if status == 429:
+            self.send_header("Retry-After", "1")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+
+class Quiet:
+    """A launcher's cluster, and what it hears of its job."""
+
+    def __init__(self, url: str, *, working: bool = False) -> None:
+        self.client = Client(url, "t")
+        self.supervisor = self
+        self.news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._working = working
+
+    def check(self) -> None:
+        pass
+
+    def working(self) -> bool:
+        return self._working
+
+
+def submitted(made: Quiet, seconds_max: float) -> None:
+    config = LauncherConfig(unreachable_seconds_max=seconds_max)
+    follow._submit(made, JobSpec(JobId("j"), "t.py"), made, config)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def crowded(asked: int) -> Iterator[Quiet]:
+    Crowded.asked = asked
+    with (
+        HTTPServer(("127.0.0.1", 0), Crowded) as server,
+        patch.object(follow, "pause", lambda tries, chance: 0.001),
+    ):
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield Quiet(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+
+
+def test_a_launcher_whose_submission_found_no_place_repeats_it():
+    with crowded(0) as made:
+        submitted(made, 60.0)
+    assert Crowded.asked == 3
+
+
+def test_a_launcher_without_a_rank_does_not_repeat_it_for_ever():
+    with crowded(-1_000_000) as made, pytest.raises(client.Busy, match="too many requests wait"):
+        submitted(made, 0.05)
+
+
+def test_a_signal_ends_the_repeating_and_is_not_lost():
+    with crowded(-1_000_000) as made:
+        made.news.put(signal.SIGTERM)
+        submitted(made, 60.0)
+        assert made.news.get_nowait() is signal.SIGTERM
+
+
+def test_those_who_were_refused_together_do_not_come_back_together():
+    assert [follow.pause(tries, 1.0) for tries in (0, 1, 2, 3, 9)] == [0.25, 0.5, 1.0, 2.0, 2.0]
+    assert follow.pause(9, 0.0) == 1.0
+
+
+def test_what_somebody_has_to_change_is_not_repeated():
+    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        made = Quiet(f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(Unreachable, match="project a has 2 open jobs"):
+            submitted(made, 60.0)

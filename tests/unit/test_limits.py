@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from keepstep import belonging, wire
+from keepstep.config import OrchestratorConfig
 from keepstep.model import (
     Generation,
     JobId,
@@ -15,14 +16,17 @@ from keepstep.model import (
     Sign,
     Term,
 )
-from keepstep.orchestrator import brain, events, limits, portions, state
+from keepstep.orchestrator import brain, events, limits, portions, rules, state, ticking
+from keepstep.orchestrator.journal import Standing
 
 NAMES = [JobId(name) for name in ("a", "b", "c", "d")]
 
 
-def cluster_with(limit: int, *, ranks: int = 2, policy: Policy = Policy()) -> state.Cluster:
+def cluster_with(
+    limit: int, *, ranks: int = 2, policy: Policy = Policy(), number: int = rules.NEWEST
+) -> state.Cluster:
     cluster = state.new_cluster("test")
-    brain.step(cluster, events.TermBegan(Term(1), limit), 0.0)
+    brain.step(cluster, events.TermBegan(Term(1), limit, rules=number), 0.0)
     for i in range(len(NAMES) * ranks + 8):
         brain.step(cluster, wire.Hello(NodeId(f"n{i}"), f"a{i}", 1, 1, 2, "b"), 0.0)
     for name in NAMES:
@@ -195,3 +199,42 @@ def test_a_job_that_waited_when_it_came_into_doubt_is_in_nobodys_way():
     get_through(cluster, NAMES[0], 11.0)
     brain.step(cluster, events.Tick(), 11.1)
     assert phase(cluster, NAMES[2]) == "quiesce"
+
+
+def test_a_term_of_an_older_release_is_replayed_by_the_rules_of_then():
+    """Else the next leader thinks that others moved, and fences who trains."""
+    cluster = cluster_with(1, number=0)
+    kill(cluster, NAMES[0], 10.0)
+    doubt(cluster, NAMES[0], 10.1)
+    kill(cluster, NAMES[1], 10.2)
+    kill(cluster, NAMES[2], 10.3)
+    doubt(cluster, NAMES[2], 10.4)
+    assert phase(cluster, NAMES[1]) == "allocate", "the first one had its turn, and keeps it"
+    assert cluster.jobs[NAMES[2]].turn_at == 10.3
+    # A snapshot that the new leader reads was written by the old one: without a number.
+    plain = state.to_plain(cluster)
+    assert plain.pop("rules") == 0
+    cluster = state.from_plain(plain)
+    brain.step(cluster, events.Tick(), 10.5)
+    assert phase(cluster, NAMES[1]) == "allocate"
+    brain.step(cluster, events.TermBegan(Term(2), 1, rules=rules.NEWEST), 11.0)
+    assert state.from_plain(state.to_plain(cluster)).rules == rules.NEWEST
+    assert limits.under_way(cluster, planned=False) == 0
+
+
+def test_while_an_older_release_leads_a_job_in_doubt_keeps_room_as_it_did():
+    for number, others in ((0, JobState.WAITING), (rules.NEWEST, JobState.STARTING)):
+        cluster = cluster_with(1, number=number)
+        kill(cluster, NAMES[0], 10.0)
+        kill(cluster, NAMES[1], 10.1)
+        doubt(cluster, NAMES[1], 10.2)
+        late = JobSpec(JobId("late"), "train.py", nodes=2, spares=0)
+        brain.step(cluster, events.Submitted(late), 10.3)
+        assert cluster.jobs[late.job].state is others
+
+
+def test_a_leader_says_by_which_rules_it_decides():
+    began = ticking.term_began(Standing(Term(3), 7, "", {}), OrchestratorConfig())
+    assert began.rules == rules.NEWEST
+    # Who does not know these rules must not read on.
+    assert (rules.NEWEST, events.VERSION) == (1, 2), "rules rise with the version"

@@ -21,7 +21,7 @@ from keepstep.model import (
     Sign,
     Term,
 )
-from keepstep.orchestrator import brain, events, nodes, reconcile, state
+from keepstep.orchestrator import brain, events, nodes, reconcile, rules, state
 
 JOB = JobId("train")
 
@@ -65,7 +65,7 @@ def step(cluster: state.Cluster, event: events.Event, now: float) -> brain.Decis
 
 
 def begin(cluster: state.Cluster, term: int, seq: int, now: float = 10.0) -> None:
-    step(cluster, events.TermBegan(Term(term), seq=seq), now)
+    step(cluster, events.TermBegan(Term(term), seq=seq, rules=rules.NEWEST), now)
 
 
 def with_a_job_that_waits() -> state.Cluster:

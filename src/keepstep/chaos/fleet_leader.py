@@ -15,7 +15,7 @@ from keepstep.chaos.fleet_journal import MemoryJournal
 from keepstep.chaos.fleet_setting import MIGRATIONS_MAX
 from keepstep.chaos.simulated_checks import Violation
 from keepstep.model import NodeId, Term
-from keepstep.orchestrator import brain, events, replica, state
+from keepstep.orchestrator import brain, events, replica, rules, state
 from keepstep.orchestrator.journal import write_snapshot
 from keepstep.orchestrator.snapshots import Texts
 from keepstep.orchestrator.stepped import (
@@ -74,7 +74,9 @@ class Leader:
     def lead(self, world_now: float, vacant_seconds: float = 0.0) -> None:
         """From here on it speaks. For so long nobody did."""
         seq = self._standing.seq
-        began = events.TermBegan(self.term, MIGRATIONS_MAX, vacant_seconds, seq, tree=True)
+        began = events.TermBegan(
+            self.term, MIGRATIONS_MAX, vacant_seconds, seq, tree=True, rules=rules.NEWEST
+        )
         self.feed((began,), world_now)
 
     def feed(self, happened: Sequence[events.Event], world_now: float) -> None:

@@ -34,7 +34,7 @@ from keepstep.chaos.simulated_setting import (
     sharded,
 )
 from keepstep.model import JobId, JobSpec, JobState, NodeId, Severity, Term
-from keepstep.orchestrator import brain, events, nodes, policy, reconcile, state
+from keepstep.orchestrator import brain, events, nodes, policy, reconcile, rules, state
 from keepstep.orchestrator.liveness import Witness
 from keepstep.orchestrator.stepped import Waiting, kept_of, next_of
 from keepstep.orchestrator.turn import Note
@@ -120,6 +120,7 @@ class Simulation(Faults):
         self._tie = itertools.count()
         self._agents: dict[NodeId, Agent] = {}
         self.cluster = state.new_cluster(f"seed-{seed}")
+        self.cluster.rules = rules.NEWEST
         self.snapshot = state.to_plain(self.cluster)
         self.journal: list[tuple[events.Event, float]] = []
         self.snapshot_seq = 0
@@ -361,7 +362,7 @@ class Simulation(Faults):
         self.term += 1
         self.restarts += 1
         self.serving = True
-        self.feed(events.TermBegan(Term(self.term), seq=self.seq))
+        self.feed(events.TermBegan(Term(self.term), seq=self.seq, rules=rules.NEWEST))
         for agent in self._agents.values():
             self.connect(agent, self.random.uniform(0.05, 1.0))
 

@@ -296,6 +296,8 @@ class Referee:
             return None
         if job.state is JobState.PARKED and job.loan is not None:
             borrower = self.arena.cluster.jobs.get(job.loan.borrower)
+            if borrower is not None and borrower.unsure is not None:
+                return ROOM_SECONDS_MAX if borrower.unsure.told else None
             wanted = len(seating.wanting(borrower)) if borrower is not None else 0
             if borrower is not None and wanted:
                 room = self._room({borrower.spec.job} | self._below(borrower))
@@ -330,8 +332,8 @@ class Referee:
         return len(fit) >= job.spec.nodes
 
     def _below(self, job: Job) -> set[JobId]:
-        jobs = self.arena.cluster.jobs.values()
-        return {other.spec.job for other in jobs if other.spec.priority < job.spec.priority}
+        known = (other for other in self.arena.cluster.jobs.values() if other.unsure is None)
+        return {other.spec.job for other in known if other.spec.priority < job.spec.priority}
 
     def _lends(self, name: JobId) -> bool:
         """Whether a job can be parked for another one at this moment."""

@@ -212,6 +212,10 @@ class Client:
         raise trouble
 
 
+class Busy(Unreachable):
+    """It has too much to do just now, and did nothing of this: the same may be asked again."""
+
+
 class _Unheard(Unreachable):
     """Nobody has heard the question: it may go to another."""
 
@@ -272,7 +276,8 @@ class _Connection:
             raise _Elsewhere(str(refusal), leader)
         if answer.status == 429:
             # It says what there is too much of: requests, listeners, open jobs.
-            raise Unreachable(f"{self._url} is too busy for this: {_refusal(answer)}")
+            kind = Busy if answer.getheader("Retry-After") else Unreachable
+            raise kind(f"{self._url} is too busy for this: {_refusal(answer)}")
         if answer.status >= 400:
             raise _refusal(answer)
         return answer

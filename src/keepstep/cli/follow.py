@@ -6,7 +6,9 @@ asked for only when something was decided, and every few seconds in case a strea
 
 from __future__ import annotations
 
+import itertools
 import queue
+import random
 import signal
 import sys
 import threading
@@ -14,7 +16,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from keepstep.cli.client import Client, Gap, Refusal
+from keepstep.cli.client import Busy, Client, Gap, Refusal
 from keepstep.cli.cluster import LocalCluster
 from keepstep.config import LauncherConfig
 from keepstep.errors import Transient
@@ -27,6 +29,8 @@ AGAIN_SECONDS = 1.0
 """How often, while nobody answers."""
 AWAY_SECONDS = 60.0
 """How often it is said that no orchestrator answers."""
+BUSY_SECONDS_MIN, BUSY_SECONDS_MAX = 0.25, 2.0
+"""Between two tries to submit to somebody who is too busy."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -73,7 +77,7 @@ def follow_to_the_end(cluster: LocalCluster, spec: JobSpec, config: LauncherConf
     follower = Follower(cluster.client, spec.job)
     before = {number: signal.signal(number, follower.signalled) for number in _SIGNALS}
     try:
-        cluster.client.submit(spec)
+        _submit(cluster, spec, follower, config)
         _say(f"job {spec.job}: {cluster.run_dir}")
         return _wait(cluster, spec, follower, config)
     finally:
@@ -81,6 +85,37 @@ def follow_to_the_end(cluster: LocalCluster, spec: JobSpec, config: LauncherConf
         for number, handler in before.items():
             signal.signal(number, handler)
         cluster.stop()
+
+
+def _submit(
+    cluster: LocalCluster, spec: JobSpec, follower: Follower, config: LauncherConfig
+) -> None:
+    """Until it is taken: hundreds of launchers may say the same while the journal is away, and not
+    all of them can wait for the answer over there."""
+    away = Away(config.unreachable_seconds_max)
+    for tries in itertools.count():
+        cluster.supervisor.check()
+        try:
+            cluster.client.submit(spec)
+            return
+        except Busy as error:
+            text, over = away.missed(time.monotonic(), str(error), working=cluster.working())
+            if over:
+                raise
+            if text:
+                _say(text)
+        news = _next(follower, pause(tries, random.random()))
+        if isinstance(news, signal.Signals):
+            # What it means is known where the job is waited for.
+            follower.news.put(news)
+            return
+
+
+def pause(tries: int, chance: float) -> float:
+    """Seconds before the next try. Jitter: those who were refused together must not come back in
+    the same millisecond."""
+    longest = min(BUSY_SECONDS_MAX, BUSY_SECONDS_MIN * 2.0 ** min(tries, 16))
+    return longest * (0.5 + 0.5 * chance)
 
 
 def _wait(cluster: LocalCluster, spec: JobSpec, follower: Follower, config: LauncherConfig) -> int:

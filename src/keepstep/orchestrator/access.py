@@ -55,6 +55,9 @@ STREAMS_PART = 4
 WAITING_MAX = 1024
 """Requests that may wait for a decision at once. While the journal is away, whatever is asked for
 waits; it must not take all connections from those who ask whether we are well."""
+WAITING_KEPT = 256
+"""Of these for the cluster's own token, and as many more for those without a project: projects'
+launchers keep nobody from stopping a job who runs the cluster."""
 COST_SHARE_MAX = 0.25
 """Of the loop's time, what one caller's questions may take."""
 COST_SECONDS_FULL = 4.0
@@ -93,7 +96,7 @@ class Gate:
         self._costs = Rates(COST_SHARE_MAX, COST_SECONDS_FULL)
         self._problem = problem
         self.streams = {EVENTS: Places(event_streams_max), EXPORT: Places(exports_max)}
-        self.waiting = Places(WAITING_MAX)
+        self.waiting = Places(WAITING_MAX, WAITING_KEPT)
         self._exporting = asyncio.Lock()
 
     async def counted(
@@ -154,19 +157,20 @@ class Gate:
         if why := refusal(route, caller):
             raise BadRequest(403, why, "ask with a token of another role; see docs/security.md")
         if not self._rates.allow(caller.name, time.monotonic()):
-            raise BadRequest(429, f"too many requests of {caller.name}", "wait")
+            raise BadRequest(429, f"too many requests of {caller.name}", "wait", passes=True)
 
     def afford(self, caller: Caller) -> None:
         """Raises BadRequest if this caller's questions have cost too much lately. What changes
         something is not asked about: to stop a job is never refused for having looked at it."""
         if self._costs.used_up(caller.token, time.monotonic()):
-            raise BadRequest(429, f"the answers to {caller.name} cost too much", "ask less often")
+            why = f"the answers to {caller.name} cost too much"
+            raise BadRequest(429, why, "ask less often", passes=True)
 
     def waits(self, caller: Caller) -> AbstractContextManager[None]:
         """For as long as a request waits for its decision. Raises BadRequest if too many do."""
         if self.waiting.full(caller):
             fix = "wait, and ask /readyz whether the journal is there"
-            raise BadRequest(429, "too many requests wait for a decision", fix)
+            raise BadRequest(429, "too many requests wait for a decision", fix, passes=True)
         return self.waiting.taken(caller)
 
     @contextmanager
@@ -188,12 +192,17 @@ class Gate:
 class Places:
     """How many of one kind there are, such as open streams: in all, and of each caller."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, kept: int = 0) -> None:
+        self._most, self._kept = most, kept
         self.open: Counter[str] = Counter()
+        self._by_kind: Counter[int] = Counter()
 
     def full(self, caller: Caller) -> bool:
         if self.open.total() >= self._most:
+            return True
+        # Some are kept from this kind of callers, together with those who run less.
+        they = sum(self._by_kind[kind] for kind in range(_kind(caller), 3))
+        if they >= self._most - _kind(caller) * self._kept:
             return True
         # As above: one name, and many launchers.
         part = -(-self._most // STREAMS_PART)
@@ -206,11 +215,18 @@ class Places:
             # Many were let in at the same instant, before the first of them was counted.
             raise Transient("too many streams at once", AGAIN_SECONDS)
         self.open[caller.token] += 1
+        self._by_kind[_kind(caller)] += 1
         try:
             yield
         finally:
+            self._by_kind[_kind(caller)] -= 1
             self.open[caller.token] -= 1
             self.open += Counter()  # Without those that have none left.
+
+
+def _kind(caller: Caller) -> int:
+    """0: the cluster's own token, 1: another that runs the cluster, 2: a project's."""
+    return 0 if caller.token == CLUSTER else 1 if not caller.project else 2
 
 
 def refusal(route: Route, caller: Caller) -> str:
@@ -410,11 +426,11 @@ class Sight:
                 if event["kind"] == "Submitted" and event["body"]["spec"]["job"] == job:
                     # A name may have been somebody else's job before.
                     owned = event["body"]["spec"].get("project", "") == project
-                if not owned or self._tells_of_others(job, entry):
+                if not owned or self._tells_by_kind(job, entry):
                     link = Link(link.number, link.hash, _WITHHELD_BODY)
             yield link
 
-    def _tells_of_others(self, job: str, entry: Mapping[str, Any]) -> bool:
+    def _tells_by_kind(self, job: str, entry: Mapping[str, Any]) -> bool:
         named = entry["event"]["body"]
         facts = (*named.get("workers", ()), *named.get("standbys", ()))
         about = [named.get("job"), named.get("spec", {}).get("job"), *(f["job"] for f in facts)]

@@ -59,8 +59,6 @@ def check(spec: JobSpec) -> None:
             f"{spec.job[:80]!r} cannot be a job's name",
             "use up to 64 letters, digits, dots, dashes and underscores",
         )
-    if FILES.fullmatch(spec.job):
-        raise _other_meaning(spec.job, "a file of the agents'")
     for field, (low, high) in BOUNDS.items():
         if not low <= getattr(spec, field) <= high:
             raise BadRequest(400, f"{field} is out of range", f"give {low} to {high}")
@@ -78,10 +76,12 @@ def check_name(
     """Raises BadRequest if a name would be taken for something else, wherever it is read. `nodes`:
     theirs are taken; but a project is not told which nodes there are, and such a name, or one that
     a node takes later, hides nothing of others' (see access.py). `whose` it is: it may stay so,
-    also if a node has taken it since."""
+    also if a node, or a later release for a file, has taken it since."""
     name, project = spec.job, spec.project or caller.project
     if whose == project:
         return
+    if FILES.fullmatch(name):
+        raise _other_meaning(name, "a file of the agents'")
     if project and words.ours(name):
         raise _other_meaning(name, "a letter, a number, or a word of our sentences")
     if not caller.project and NodeId(name) in nodes:

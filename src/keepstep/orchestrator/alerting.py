@@ -29,7 +29,8 @@ class Alerting:
             slots = {name: node.slots for name, node in self._orchestrator.cluster.nodes.items()}
             verdicts = alerts.judge(given, self._rules, slots)
         # All at once: they share one write to the journal.
-        done = await asyncio.gather(*(self._follow_one(v, call.caller.name) for v in verdicts))
+        with self._gate.waits(call.caller):
+            done = await asyncio.gather(*(self._follow_one(v, call.caller.name) for v in verdicts))
         return json_response({"alerts": done})
 
     async def _follow_one(self, verdict: alerts.Verdict, by: str) -> dict[str, Any]:

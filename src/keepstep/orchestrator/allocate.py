@@ -15,6 +15,7 @@ from keepstep.orchestrator import (
     policy,
     remedies,
     roster,
+    rules,
     seating,
     suspicion,
 )
@@ -76,6 +77,8 @@ def room(turn: Turn, job: Job) -> None:
     """There is room again: what was held for lack of it goes on."""
     migration = job.migration
     if migration is None or migration.saves:
+        return
+    if rules.doubts_stand_aside(turn.cluster) and policy.stands_still(turn.cluster, job):
         return
     # After a takeover this is asked for each agent that comes back, and the next is dear then.
     if migration.phase not in (Phase.FALLBACK, Phase.HOLD):

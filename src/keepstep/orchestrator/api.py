@@ -42,7 +42,6 @@ A new path is one entry of ROUTES, at the end of this file; `make openapi` write
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -150,7 +149,6 @@ class Api:
 
     async def _serve(self, route: Route, call: Call) -> Reply:
         began, spent = time.thread_time(), -1.0
-        waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         try:
             if len(call.request.body) > SMALL_BYTES:
                 # A large one takes long to read, whatever it says, and also if it is refused.
@@ -161,9 +159,7 @@ class Api:
             else:
                 # What waits for a decision is not measured: others are served meanwhile.
                 spent = time.thread_time() - began
-                waits = self._gate.waits(call.caller)
-            with waits:
-                return await route.handler(self, call)
+            return await route.handler(self, call)
         except WireError as error:
             where = f"see {route.method} {route.path} in GET /v1/openapi.json"
             raise BadRequest(400, str(error), where) from error
@@ -346,7 +342,9 @@ class Api:
 
     async def _decide(self, event: events.Asked, call: Call) -> brain.Decision:
         """Whoever asked is named in the journal."""
-        return await self._orchestrator.decide(dataclasses.replace(event, by=call.caller.name))
+        named = dataclasses.replace(event, by=call.caller.name)
+        with self._gate.waits(call.caller):
+            return await self._orchestrator.decide(named)
 
     async def _follow(self, event: events.Asked, call: Call) -> Reply:
         """Do it, or with `dry_run` only say what would be done."""

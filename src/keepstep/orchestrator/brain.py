@@ -183,6 +183,7 @@ def _dispatch(turn: Turn, event: Event) -> None:
         case TermBegan():
             turn.cluster.term = event.term
             turn.cluster.migrations_max, turn.cluster.tree = event.migrations_max, event.tree
+            turn.cluster.rules = event.rules
             turn.note(f"term {event.term} began")
             outages.term_began(turn, event)
             nodes.term_began(turn)

@@ -186,6 +186,8 @@ class TermBegan:
     """Agents report through a tree. None does so far: the simulated fleet's do."""
     forget_seconds: float = 0.0
     """By its settings: after how long a node that is gone is forgotten; 0: never."""
+    rules: int = 0
+    """By which it decides: see rules.py. Older Keepsteps did not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,17 @@ PIECE_BYTES = 64 * 1024
 class BadRequest(KeepstepError):
     """What the client sent cannot be served; carries the status and the fix."""
 
-    def __init__(self, status: int, message: str, fix: str) -> None:
+    def __init__(self, status: int, message: str, fix: str, *, passes: bool = False) -> None:
         super().__init__(message)
         self.status = status
         self.fix = fix
+        self.passes = passes
+        """The very same may be sent again: soon it is served."""
+
+    @property
+    def response(self) -> Response:
+        told = error_response(self.status, str(self), self.fix)
+        return dataclasses.replace(told, headers={"Retry-After": "1"}) if self.passes else told
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +266,7 @@ class HttpServer:
         except TimeoutError:
             refused, reply = True, error_response(408, "the request took too long", "send it whole")
         except BadRequest as error:
-            refused, reply = True, error_response(error.status, str(error), error.fix)
+            refused, reply = True, error.response
         match reply:
             case Response():
                 await _send(writer, reply)

@@ -25,6 +25,7 @@ from keepstep.orchestrator import (
     orders,
     placing,
     roster,
+    rules,
     seating,
     slots,
     spares,
@@ -111,12 +112,15 @@ def _may_run(turn: Turn, job: Job) -> bool:
 
 
 def _due(turn: Turn, job: Job) -> bool:
-    """A parked job does not take back what its borrower still waits for, and can use."""
+    """A parked job does not take back what its borrower still waits for, and can use. One that is
+    in doubt can use nothing before its ranks are found: they have as long as is waited for them."""
     if job.loan is None or lending_is_over(job, turn.now):
         return True
     borrower = turn.cluster.jobs.get(job.loan.borrower)
     if borrower is None or borrower.state.over:
         return True
+    if rules.aside(turn.cluster, borrower) and borrower.unsure is not None:
+        return borrower.unsure.told
     wanted = seating.wanting(borrower)
     lower = frozenset(spares.lower_standbys(turn.cluster, borrower))
     found = placing.place(placing.Search(turn.cluster, borrower, turn.now, lower), wanted)
@@ -129,6 +133,7 @@ def lenders_to_come(turn: Turn, borrower: Job) -> bool:
     return any(
         job.loan is not None and job.loan.borrower == borrower.spec.job and job.loan.began_at < 0
         for job in jobs
+        if not rules.aside(turn.cluster, job)
     )
 
 

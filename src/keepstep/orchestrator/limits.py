@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from keepstep.model import JobState, Phase, Rank
-from keepstep.orchestrator import placing
+from keepstep.orchestrator import placing, rules
 from keepstep.orchestrator.state import Cluster, Job
 from keepstep.orchestrator.turn import Turn
 
@@ -102,7 +102,7 @@ def _sentence(cluster: Cluster) -> str:
 
 def _open(cluster: Cluster) -> Iterator[Job]:
     jobs = map(cluster.jobs.__getitem__, cluster.open_jobs)
-    return (job for job in jobs if job.unsure is None)
+    return (job for job in jobs if not rules.aside(cluster, job))
 
 
 def _waiting(cluster: Cluster) -> list[Job]:

@@ -22,11 +22,13 @@ from dataclasses import replace
 from keepstep import belonging
 from keepstep.model import Generation, JobId, JobState, NodeId, Phase, Rank, Seat, Sign, Term
 from keepstep.orchestrator import (
+    given_away,
     launch,
     names,
     observe,
     orders,
     roster,
+    rules,
     saving,
     slots,
     spares,
@@ -257,8 +259,10 @@ def _doubt(turn: Turn, job: Job, generation: Generation, node: NodeId) -> None:
         job.unsure = Unsure(turn.now, why, claims=_listed(turn.cluster, job))
         if job.roster is not None and job.migration is not None:
             job.unsure.dead = tuple(job.roster.seats[rank] for rank in sorted(job.migration.gone))
-        # What it asks for is judged anew when it is known; till then nobody waits behind it.
-        job.broken_at = job.turn_at = -1.0
+        job.broken_at = -1.0
+        if rules.doubts_stand_aside(turn.cluster):
+            # What it asks for is judged anew when it is known; till then nobody waits behind it.
+            job.turn_at = -1.0
         turn.note(why, job)
     job.unsure.generation = max(job.unsure.generation, generation)
 
@@ -390,7 +394,10 @@ def tick(turn: Turn) -> None:
         assert job.unsure is not None
         if not job.unsure.told and turn.now >= job.unsure.since + PATIENCE_SECONDS:
             job.unsure.told = True
-            missing = _problem(job, _found(job)[0]) or "an agent has yet to come"
+            seats, dead = _found(job)
+            missing = _problem(job, seats)
+            missing = missing or given_away.why_not(turn.cluster, job, seats, dead)
+            missing = missing or "an agent has yet to come"
             job.unsure.why = (
                 f"the journal is behind, and {missing}: bring "
                 f"back the nodes that ran {job.spec.job}, or end it with `keepstep stop`"
@@ -408,7 +415,7 @@ def settle(turn: Turn, job: Job) -> None:
     unsure = job.unsure
     assert unsure is not None
     seats, dead = _found(job)
-    if _problem(job, seats):
+    if _problem(job, seats) or given_away.why_not(turn.cluster, job, seats, dead):
         return
     waits = turn.now < unsure.since + suspicion.TERM_GRACE_SECONDS
     if waits and (dead or not suspicion.all_came(turn.cluster)):

@@ -14,6 +14,7 @@ from keepstep.orchestrator import (
     planned,
     policy,
     reconcile,
+    rules,
     taints,
 )
 from keepstep.orchestrator.events import (
@@ -82,6 +83,8 @@ def _migrate(turn: Turn, event: MigrateAsked) -> None:
         turn.ignore(f"move of {event.job} ignored: it does not run")
     elif bad := [rank for rank in event.ranks if not 0 <= rank < len(job.roster.seats)]:
         turn.ignore(f"{event.job} has no rank {bad[0]}: it has {len(job.roster.seats)}")
+    elif rules.aside(turn.cluster, job):
+        turn.ignore(f"nothing of {event.job} can be moved before its ranks are found")
     elif event.cancel:
         planned.cancel(turn, job, event.ranks)
     elif why := planned.refusal(job, event.ranks):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from keepstep.model import JobState, Phase, Rank, Seat
-from keepstep.orchestrator import orders, placing, portions, slots, spares
+from keepstep.orchestrator import orders, placing, portions, rules, slots, spares
 from keepstep.orchestrator.state import (
     Cluster,
     Job,
@@ -62,7 +62,7 @@ def allocating(cluster: Cluster) -> int | None:
             job.spec.priority
             for job in map(cluster.jobs.__getitem__, cluster.open_jobs)
             if (moving := job.migration) and moving.phase is Phase.ALLOCATE and not moving.saves
-            if job.unsure is None
+            if not rules.aside(cluster, job)
         ),
         default=None,
     )
@@ -166,7 +166,10 @@ def write_off_fences(turn: Turn, job: Job) -> None:
 
 
 def dismiss(turn: Turn, job: Job, seats: Iterable[Seat]) -> None:
-    """End workers that hold no seat: their slots are free once they are dead."""
+    """End workers that hold no seat: their slots are free once they are dead. While the journal is
+    in doubt nobody is ended: who holds a seat is known when it is not."""
+    if rules.aside(turn.cluster, job):
+        return
     there = [seat for seat in seats if turn.cluster.nodes[seat.node].alive]
     for seat in there:
         _keep_until_dead(turn, job, seat)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from keepstep.model import NodeId, Rank
-from keepstep.orchestrator import names, placing, slots
+from keepstep.orchestrator import names, placing, rules, slots
 from keepstep.orchestrator.placing import Choice
 from keepstep.orchestrator.state import (
     SETTLED_MAX,
@@ -28,11 +28,12 @@ _NODE = operator.attrgetter("node")
 
 
 def lower_standbys(cluster: Cluster, job: Job) -> dict[placing.Place, Job]:
-    """Standbys of jobs with a lower priority: they give way to anybody's rank."""
+    """Standbys of jobs with a lower priority: they give way to anybody's rank. One of a job in
+    doubt may be a rank by now, which trains."""
     return {
         (standby.node, standby.slot): other
         for other in map(cluster.jobs.__getitem__, cluster.open_jobs)
-        if other.spec.priority < job.spec.priority
+        if other.spec.priority < job.spec.priority and not rules.aside(cluster, other)
         for standby in other.standbys.values()
     }
 
@@ -40,7 +41,9 @@ def lower_standbys(cluster: Cluster, job: Job) -> dict[placing.Place, Job]:
 def lower_places(cluster: Cluster, job: Job) -> frozenset[placing.Place]:
     """All that jobs of lower priority have, and might give up."""
     below = {
-        name for name in cluster.open_jobs if cluster.jobs[name].spec.priority < job.spec.priority
+        other.spec.job
+        for other in map(cluster.jobs.__getitem__, cluster.open_jobs)
+        if other.spec.priority < job.spec.priority and not rules.aside(cluster, other)
     }
     return frozenset(
         (node, slot)

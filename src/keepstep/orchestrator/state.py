@@ -456,8 +456,8 @@ class Cluster:
     migrations_max: int = 0  # Jobs that may be moved at once, by the leader's settings; 0: any.
     forget_seconds: float = 0.0  # And after how long a node that is gone is forgotten; 0: never.
     forget_due: float = -1.0  # Nobody's time has come before this; -1: nobody waits for it.
-    tree: bool = False
-    """Agents report through a tree: the node where a generation meets speaks for all its ranks."""
+    rules: int = 0  # By which it is decided, in this term: see rules.py.
+    tree: bool = False  # The node where a generation meets speaks for all its ranks.
     jobs: dict[JobId, Job] = field(default_factory=dict)
     open_jobs: tuple[JobId, ...] = ()
     past: dict[JobId, Past] = field(default_factory=dict)  # Of names whose jobs are forgotten.

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from keepstep.model import REASON_CHARS_MAX, TAINT_SECONDS_MAX, NodeId, Severity
-from keepstep.orchestrator import homes, planned, spares
+from keepstep.orchestrator import homes, planned, rules, spares
 from keepstep.orchestrator.events import TaintAsked, UntaintAsked
 from keepstep.orchestrator.state import (
     Cluster,
@@ -209,6 +209,12 @@ def _clear_out(
     for name in sorted({user.job for user in users}):
         job = turn.cluster.jobs[name]
         if again and planned.refusal(job):
+            continue
+        if rules.aside(turn.cluster, job):
+            # A standby of it, or who is to take a rank over, may be a rank by now. It is asked for
+            # again when that is known.
+            if not again:
+                turn.note(f"{why}, and yet {name} stays: its ranks are not found yet", job)
             continue
         if not job.state.over:
             _clear_job(turn, job, state, slot, why, severity)

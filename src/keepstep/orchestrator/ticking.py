@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from keepstep.clock import Clock
 from keepstep.config import OrchestratorConfig
+from keepstep.orchestrator import rules
 from keepstep.orchestrator.events import TermBegan
 from keepstep.orchestrator.journal import Standing
 from keepstep.orchestrator.liveness import LOOKS_PER_SECOND_MAX
@@ -25,6 +26,7 @@ def term_began(standing: Standing, config: OrchestratorConfig) -> TermBegan:
         standing.vacant_seconds,
         standing.seq,
         forget_seconds=config.forget_nodes_seconds,
+        rules=rules.NEWEST,
     )
 
 
