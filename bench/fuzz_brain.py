@@ -17,7 +17,17 @@ from typing import Any
 
 from keepstep import wire
 from keepstep.model import JobId, JobSpec, NodeId, Phase, Term
-from keepstep.orchestrator import admission, bounds, brain, events, nodes, reconcile, state, view
+from keepstep.orchestrator import (
+    admission,
+    bounds,
+    brain,
+    events,
+    nodes,
+    reconcile,
+    rules,
+    state,
+    view,
+)
 from keepstep.orchestrator.streams import NEWS
 
 EVIL, VICTIM, OWN = NodeId("evil"), JobId("victim"), JobId("own")
@@ -74,7 +84,7 @@ def tell(chance: random.Random, outcomes: Counter[str]) -> None:
 def beginning() -> state.Cluster:
     """Two jobs that train; `evil` has a rank of one of them, and n4 is free."""
     cluster = state.new_cluster("secret")
-    brain.step(cluster, events.TermBegan(Term(1)), 0.0)
+    brain.step(cluster, events.TermBegan(Term(1), rules=rules.NEWEST), 0.0)
     for job, names in ((VICTIM, ("n0", "n1")), (OWN, ("n3", EVIL)), (None, ("n4",))):
         for name in names:
             brain.step(cluster, wire.Hello(NodeId(name), name, 1, 1, 2, "b"), 0.0)
