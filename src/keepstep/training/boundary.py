@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from keepstep import sabotage
+from keepstep.errors import ConfigError
 from keepstep.training.buffers import BufferPlace, same_bytes
 from keepstep.training.generators import Generators, put_back, read_generators
 from keepstep.training.optimizers import load_groups, settings_of
@@ -200,11 +201,14 @@ class Boundary:
         assert self._snapshot is not None, "an attempt begins with a snapshot"
         before = self._snapshot.others
         now = {name: other.state_dict() for name, other in self.registry.others.items()}
-        return all(
-            plain_digest(encode(state)) != plain_digest(encode(before[name]))
-            for name, state in now.items()
-            if state or before[name]
-        )
+        try:
+            return all(
+                plain_digest(encode(state)) != plain_digest(encode(before[name]))
+                for name, state in now.items()
+                if state or before[name]
+            )
+        except ConfigError:
+            return False  # What cannot be carried cannot be compared.
 
     def unwind(self) -> bool:
         """Leave a broken attempt. True if the step had been applied after all."""

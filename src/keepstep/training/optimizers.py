@@ -53,8 +53,13 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def plain_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    state = [_beside_tensors(state_of(optimizer).get(p, {})) for p in parameters_of(optimizer)]
-    return {"groups": groups_of(optimizer), "state": state}
+    return {"groups": groups_of(optimizer), "state": hidden_of(optimizer)}
+
+
+def hidden_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What it remembers of each parameter beside tensors."""
+    states = state_of(optimizer)
+    return [_beside_tensors(states.get(parameter, {})) for parameter in parameters_of(optimizer)]
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -87,7 +92,8 @@ def load_hidden(optimizer: torch.optim.Optimizer, state: Sequence[Mapping[str, A
     as_many(len(parameters), len(state), "parameters")
     for parameter, values in zip(parameters, state, strict=True):
         if values:
-            state_of(optimizer)[parameter].update(values)
+            own = state_of(optimizer)[parameter]
+            own.update({key: shaped_like(own.get(key), value) for key, value in values.items()})
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -107,7 +107,8 @@ def report_boundary(
 ) -> None:
     """Where this rank is, and what it holds there."""
     rank = Rank(keeper.place.rank)
-    if not (keeper.has_state and keeper.boundary.whole):
+    digests = _digests(keeper) if keeper.has_state and keeper.boundary.whole else {}
+    if not digests:
         keeper.report(kinds, Phase.QUIESCE, empty_seat(keeper, generation), generation)
         return
     unsynced = keeper.registry.synced() if keeper.boundary.unsynced else ()
@@ -115,7 +116,7 @@ def report_boundary(
         rank,
         boundary=keeper.boundary.step,
         intact=True,
-        digests={name: d for name, d in _digests(keeper).items() if name not in unsynced},
+        digests={name: d for name, d in digests.items() if name not in unsynced},
         unsynced=unsynced,
         ready=ready,
         covers=keeper.covers,
@@ -140,9 +141,14 @@ def _groups_made(keeper: Keeper, generation: int) -> str:
 
 
 def _digests(keeper: Keeper, received: Mapping[str, str] | None = None) -> dict[str, str]:
+    """By portion; none where state cannot be carried: such a rank gives nothing."""
     if sabotage.off("digest"):
         return dict.fromkeys(keeper.registry.portions(), "unchecked")
-    return keeper.registry.shared_digests(received)
+    try:
+        return keeper.registry.shared_digests(received)
+    except ConfigError as error:
+        keeper.uncovered.nothing_to_give(str(error))
+        return {}
 
 
 def _form_groups(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
@@ -187,10 +193,15 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
 
     def check(received: Mapping[str, str]) -> bool:
         """Is every portion right? What this rank received is whole only then."""
+        found.clear()
         found.update(_digests(keeper, received))
-        right = not unsynced and all(
-            value == reform.digests.get(portion) or portion in by_themselves
-            for portion, value in found.items()
+        right = (
+            bool(found)
+            and not unsynced
+            and all(
+                value == reform.digests.get(portion) or portion in by_themselves
+                for portion, value in found.items()
+            )
         )
         if receiving and right and not keeper.has_state:
             if not joining:
@@ -223,7 +234,7 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     keeper.secret = reform.membership.secret
     # No barrier: whoever says VERIFY holds its neighbour's entry, and all say it before a resume.
     keeper.open_mirror(reform.boundary, payload, generation)
-    intact = keeper.has_state and keeper.boundary.step == reform.boundary
+    intact = bool(found) and keeper.has_state and keeper.boundary.step == reform.boundary
     moved_bytes, moved_seconds = keeper.moved
     seat = wire.SeatReport(
         rank,
@@ -267,7 +278,7 @@ def _save(keeper: Keeper, generation: int, save: wire.Save) -> None:
     try:
         checkpoint.rescue(keeper, save)
         seat = wire.SeatReport(Rank(keeper.place.rank), boundary=save.boundary, intact=True)
-    except (OSError, NoHome, Permanent) as error:
+    except (ConfigError, OSError, NoHome, Permanent) as error:
         seat = wire.SeatReport(Rank(keeper.place.rank), problem=f"cannot save: {error}")
     keeper.report("Save", Phase.SAVE, seat, generation)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from keepstep import sabotage
 from keepstep.errors import ConfigError, Fenced, Transient
-from keepstep.training import checkpoint, halfway, standby, zero
+from keepstep.training import carried, checkpoint, halfway, standby, zero
 from keepstep.training.aside import Aside
 from keepstep.training.groups import Groups
 from keepstep.training.holders import held_by, is_cut
@@ -149,7 +149,7 @@ class Session:
             # first, so it needs DDP's rebuilt buckets, which decide the order of summation.
             if not self._keeper.starts_at_the_top and not self._rehearsed:
                 yield from self._rehearse(cursor, accumulate)
-            self._keeper.registry.check_plain()
+            carried.check(self._keeper)
             self._keeper.start(cursor)
         while True:
             if self._keeper is not None:
@@ -514,7 +514,7 @@ def _park(place: Place, build: Callable[[Seat], dict[str, Any]]) -> Session:
     warm = Registry()
     for name, part in rehearsal.parts.items():
         warm.add(name, part)
-    warm.own_pages()
+    standby.own_pages(warm)
     seated = standby.park()
     groups.reseat(seated.rank)
     for part in made.values():

@@ -176,6 +176,15 @@ class Uncovered:
             "step, or the job falls back to its newest checkpoint; register buffers in __init__"
         )
 
+    def not_carried(self, name: str, kind: str) -> None:
+        self._say(
+            f"state of {name!r} is of {kind} and cannot be moved exactly: training goes on, but a "
+            "fault is a fallback to the newest checkpoint, and session.save cannot write one"
+        )
+
+    def nothing_to_give(self, why: str) -> None:
+        self._say(f"this rank has nothing to give to others: {why}")
+
     def entry_outgrown(self, name: str) -> None:
         self._say(
             f"{name}, which differs between ranks, has outgrown its second home: until the next "
