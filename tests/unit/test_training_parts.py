@@ -26,7 +26,7 @@ from keepstep.page import RING_SLOTS
 from keepstep.training import carried, private, raw, recovery, steplog
 from keepstep.training.boundary import Boundary
 from keepstep.training.finding import _foresee, _short_turns
-from keepstep.training.holders import Holders, agree, find_private, held_by
+from keepstep.training.holders import Holders, View, agree, find_private, held_by
 from keepstep.training.inbox import Inbox
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, count_samples, warm_up
@@ -552,6 +552,59 @@ def test_a_buffer_that_comes_where_all_is_cut_is_its_ranks_own() -> None:
     assert registry.shared_digests() == before
     assert [name for name, _ in registry.private_tensors()] == ["m.mask"]
     assert registry.view() == known, "a rerun rehearses before ranks agree, and finds the same"
+
+
+@pytest.mark.parametrize(
+    ("starts", "rehearsal", "portions"),
+    [
+        (None, torch.ones(3), ("1",)),
+        (torch.ones(3), None, ("0-1", "1")),
+        (torch.ones(3), torch.ones(4), ("0-1", "1")),
+    ],
+    ids=["made", "dropped", "replaced"],
+)
+def test_a_rerun_that_rehearses_first_sees_the_portions_of_the_first_start(
+    starts: torch.Tensor | None, rehearsal: torch.Tensor | None, portions: tuple[str, ...]
+) -> None:
+    """It refused the checkpoint of the first start: "a job cut in another way"."""
+
+    def started(rehearsed: bool) -> tuple[View, tuple[str, ...]]:
+        layer = nn.Linear(2, 2)
+        held_by(layer, [1])
+        layer.register_buffer("cache", None if starts is None else starts.clone())
+        registry = Registry(1, 2)
+        registry.add("m", layer)
+        if rehearsed:
+            layer.cache = rehearsal
+        view = registry.view()
+        other = View.make([(n, "0" if s == "1" else s) for n, s in pairs(view)])
+        registry.holders = agree([other, view])
+        return view, registry.portions()
+
+    def pairs(view: View) -> list[tuple[str, str]]:
+        return [(key, view.sets[of]) for key, of in zip(view.keys, view.of, strict=True)]
+
+    assert started(rehearsed=True) == started(rehearsed=False)
+    assert started(rehearsed=False)[1] == portions
+
+
+def test_a_declared_buffer_that_a_rehearsed_step_replaces_is_seen_as_it_was_declared() -> None:
+    norm = nn.BatchNorm1d(2)
+    held_by(norm, [1])
+    registry = Registry(1, 2)
+    registry.add("m", norm)
+    before = registry.view()
+    norm.running_mean = torch.ones(2)
+    assert registry.view() == before
+
+
+def test_a_part_may_be_declared_after_it_was_registered() -> None:
+    norm = nn.BatchNorm1d(2)
+    registry = Registry(1, 2)
+    registry.add("m", norm)
+    held_by(norm, [1])
+    registry.holders = agree([View.make([("m.weight", "0")]), registry.view()])
+    assert registry.portion_of("m.running_mean") == "1"
 
 
 def test_tensors_that_differ_between_ranks_are_private() -> None:

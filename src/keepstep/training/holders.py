@@ -83,6 +83,11 @@ class Views:
         """The portion that this rank sees for a tensor."""
         return portion.name_of(self._ranks(tensor))
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Does any object speak of this very tensor?"""
+        said = hasattr(tensor, _TAG) or _spec(tensor) is not None
+        return said or id(tensor) in self._ddp
+
     def _ranks(self, tensor: torch.Tensor) -> frozenset[int]:
         declared = getattr(tensor, _TAG, None)
         if declared is not None:

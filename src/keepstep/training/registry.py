@@ -77,8 +77,9 @@ class Registry:
         self._looked_by: Holders | None = None
         self._looked: dict[tuple[str, str], list[Any]] = {}
         self.buffer_room = Buffers(self.modules)
-        self._known_buffers: set[str] = set()
-        """Those that were there when their module was registered, as on every rank."""
+        self._known_buffers: dict[str, str] = {}
+        """Those that were there when their module was registered, as on every rank, and the portion
+        that this rank saw for them. Others come and go with steps, rehearsed ones too."""
         self._agreed: list[list[int]] = []
         self._kept: dict[str, list[tuple[str, nn.Parameter]]] = {}
         """Parameters of modules that are cut, as they were registered. FSDP2 puts others in their
@@ -96,9 +97,10 @@ class Registry:
         if isinstance(part, nn.Module):
             self.modules[name] = part
             self.buffer_room.look_anew()
-            self._known_buffers |= {place.name for place in self.buffer_room.find()}
             self._replicated += ddp_modules(part)
             self._views.note(part)
+            found = ((place.name, place.held()) for place in self.buffer_room.find())
+            self._known_buffers |= {n: self._views.of(b) for n, b in found if b is not None}
             if is_cut(part):
                 self._kept[name] = list(part.named_parameters())
         elif isinstance(part, torch.optim.Optimizer):
@@ -171,9 +173,12 @@ class Registry:
         self._agreed = self._grouped()
         views = self._views
         named = [(name, views.of(parameter)) for name, parameter in self._named_parameters()]
-        places = [p for p in self.buffer_room.find() if p.name in self._known_buffers]
-        found = [(place.name, place.held()) for place in places]
-        named += [(name, views.of(buffer)) for name, buffer in found if buffer is not None]
+        here = {place.name: place.held() for place in self.buffer_room.find()}
+        for name, seen in self._known_buffers.items():
+            buffer = here.get(name)
+            # A rehearsed step may have dropped it, or put another there that nothing speaks of.
+            told = views.of(buffer) if buffer is not None and views.knows(buffer) else seen
+            named.append((name, told))
         for name, optimizer in self.optimizers.items():
             if zero.is_zero(optimizer):
                 # Also of who owns no parameter at all: plain values go with the narrowest portion,
