@@ -236,6 +236,35 @@ def test_a_buffer_that_another_was_made_of_is_what_it_was(
     step(boundary, net)
 
 
+def drop_first(net: Net) -> None:
+    del net.mean
+
+
+def drop_and_make(net: Net) -> None:
+    del net.mean
+    net.register_buffer("mean", torch.ones(3))
+    net.register_buffer("mask", torch.ones(3))
+
+
+@pytest.mark.parametrize("does", [drop_first, drop_and_make])
+def test_a_buffer_that_was_dropped_comes_back_to_its_place_among_the_others(
+    does: Callable[[Net], None],
+) -> None:
+    """Digests go by the order: two survivors with the same state were a tie."""
+    ahead, behind = Net(), Net()
+    boundary, other = bounded(ahead), bounded(behind)
+    boundary.begin()
+    other.begin()
+    does(ahead)
+    with boundary.rewound():
+        pass
+    boundary.unwind()
+    other.unwind()
+    assert list(ahead._buffers)[:3] == list(behind._buffers)
+    if does is drop_first:
+        assert boundary.registry.shared_digests() == other.registry.shared_digests()
+
+
 def test_what_lay_in_a_buffers_place_is_not_written_to() -> None:
     """A batch that a forward pass remembers is needed for the second try."""
     net, batch = Growing(), torch.full((1, 4), 5.0)

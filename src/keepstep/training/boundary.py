@@ -25,7 +25,7 @@ from torch import nn
 
 from keepstep import sabotage
 from keepstep.errors import ConfigError
-from keepstep.training.buffers import BufferPlace, same_bytes
+from keepstep.training.buffers import BufferPlace, put_in_order, same_bytes
 from keepstep.training.generators import Generators, put_back, read_generators
 from keepstep.training.optimizers import load_groups, settings_of
 from keepstep.training.plain import encode, plain_digest
@@ -269,6 +269,7 @@ class Boundary:
         for place, held in laid:
             # The very tensor: what a forward pass put there may be a batch's own memory.
             place.put(held, values.get(place.name))
+        put_in_order(place for place, _ in laid)
         for name, state in snapshot.others.items():
             self.registry.others[name].load_state_dict(copy.deepcopy(state))
         if not self._regrouped(snapshot):
