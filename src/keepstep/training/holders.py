@@ -135,6 +135,8 @@ class Holders:
     classes: tuple[tuple[str, ...], ...] = ()
     of: dict[str, int] = field(default_factory=dict)
     _found: dict[tuple[int, int], str] = field(default_factory=dict, repr=False)
+    _held: dict[int, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+    """By rank. Never stale: what the world agrees on anew is another object."""
 
     @classmethod
     def alike(cls, world: int) -> Holders:
@@ -159,8 +161,11 @@ class Holders:
 
     def portions(self, rank: int) -> tuple[str, ...]:
         """What a rank holds, by name."""
-        found = {p for parts in self.classes for p in parts if portion.holds(p, rank)}
-        return tuple(sorted(found or {self.everybody}))
+        known = self._held.get(rank)
+        if known is None:
+            found = {p for parts in self.classes for p in parts if portion.holds(p, rank)}
+            known = self._held[rank] = tuple(sorted(found or {self.everybody}))
+        return known
 
     def narrowest(self, rank: int) -> str:
         """The portion that the fewest others hold: plain values, which may go with it, and the

@@ -416,7 +416,7 @@ class Keeper:
         # What was alike in the first steps and is not any more is corrupt, not private.
         settled = self.rest.every > 1 and step > _COMPARE_AT[1]
         found = self.registry.compared([row[-1] for row in rows], first=first, settled=settled)
-        if found or first or newly:
+        if found or first or newly or any(row[2] for row in rows):
             self.open_mirror(step, self.recorder.entry(), self.generation)
             side_barrier(self.groups)
 

@@ -187,8 +187,9 @@ class Uncovered:
 
     def entry_outgrown(self, name: str) -> None:
         self._say(
-            f"{name}, which differs between ranks, has outgrown its second home: until the next "
-            "time that homes are made, the loss of a rank is a fallback to the newest checkpoint"
+            f"{name}, which no other rank gives back, has outgrown its second home: until homes "
+            "are made anew (at a fault, or at steps 2, 16, 256 ...), the loss of a rank is a "
+            "fallback to the newest checkpoint"
         )
 
     def private_moves(self, name: str, count: int) -> None:
