@@ -31,6 +31,7 @@ from keepstep.training.inbox import Inbox
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, count_samples, warm_up
 from keepstep.training.movement import SLICE_BYTES, SliceDigest
+from keepstep.training.optimizers import Around
 from keepstep.training.plain import decode, encode, shaped_like, uncarried
 from keepstep.training.raw import fill_from_bytes
 from keepstep.training.registry import Registry
@@ -906,7 +907,7 @@ def test_a_joiner_that_cannot_take_private_state_says_so_and_lives(
     keeper = SimpleNamespace(
         place=SimpleNamespace(rank=1),
         registry=Registry(),
-        boundary=SimpleNamespace(unwind=lambda: False, doubtful=""),
+        boundary=SimpleNamespace(unwind=lambda: False, doubtful="", shrunk=""),
         has_state=False,
         uncovered=None,
         reach=lambda point: None,
@@ -915,6 +916,24 @@ def test_a_joiner_that_cannot_take_private_state_says_so_and_lives(
     reform: Any = SimpleNamespace(moves=[SimpleNamespace(target=1)])
     recovery._reform(keeper, 2, reform)  # type: ignore[arg-type]
     assert told == [("Reformed", ""), ("Reform", "40 bytes do not fit a tensor of shape (2,)")]
+
+
+@pytest.mark.parametrize("closure", [True, False])
+def test_a_collective_in_a_closure_is_not_told_as_one_between_two_optimizers(
+    closure: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parameter, uncovered = nn.Parameter(torch.ones(1)), Uncovered()
+    session = Session({}, None)
+    keeper: Any = SimpleNamespace(uncovered=uncovered, covering=None)
+    keeper.boundary = SimpleNamespace(in_attempt=True)
+    keeper.grads_ready = lambda: uncovered.update_begins((3, 0))
+    session._keeper = keeper
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    Around(optimizer, session._update_begins, lambda: uncovered.update_done((5, 0)))
+    optimizer.step(lambda: 0.0) if closure else optimizer.step()  # type: ignore[call-overload]
+    said = capsys.readouterr().err
+    assert ("optimizer.step(closure)" in said) is closure
+    assert ("two optimizers" in said) is not closure
 
 
 def test_a_fault_in_the_programs_hook_behind_the_update_leaves_it_half_done() -> None:

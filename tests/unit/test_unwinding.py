@@ -302,6 +302,37 @@ def test_a_buffer_that_came_in_a_broken_attempt_makes_its_rank_receive() -> None
     assert net.made is not None
 
 
+@pytest.mark.parametrize("steps_before", [0, 5])
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        (lambda net: set_to(net, "table", torch.ones(6, 4)), "model.table"),
+        (lambda net: lambda: net.table.resize_(9).fill_(1), "model.table"),
+        (lambda net: set_to(net, "none", torch.ones(2)), "model.none"),
+        (lambda net: set_to(net, "table", torch.ones(1, 4)), ""),
+        (lambda net: set_to(net, "table", None), ""),
+        (lambda net: lambda: None, ""),
+    ],
+)
+def test_a_buffer_that_grew_is_told_of_when_it_is_put_back(
+    does: Callable[[Growing], Callable[[], object]], told: str, steps_before: int
+) -> None:
+    """The program may have noted its size in an attribute, which nobody puts back."""
+    net = Growing()
+    boundary = bounded(net)
+    for _ in range(steps_before):
+        step(boundary, net)
+    net.does = does(net)
+    boundary.begin()
+    net(torch.zeros(1))
+    boundary.unwind()
+    assert boundary.shrunk == told
+    net.does = lambda: None
+    boundary.begin()
+    boundary.unwind()
+    assert boundary.shrunk == ""
+
+
 def test_a_buffer_that_comes_goes_or_grows_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     net = Growing()
     boundary = bounded(net)

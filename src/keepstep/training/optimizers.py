@@ -33,6 +33,7 @@ BY_ELEMENT = frozenset(
     }
 )
 """Optimizers that treat each element by itself: a part is updated as the whole would be."""
+CLOSURE = "optimizer.step is called with a closure or other arguments"
 
 
 def holds_tensors(state: Any) -> bool:
@@ -160,7 +161,7 @@ def beyond_gradients(optimizer: Any, given: Iterable[Any]) -> str:
     `given`: what its step was called with. An update that is made again is called with nothing.
     """
     if any(value is not None for value in given):
-        return "optimizer.step is called with a closure or other arguments"
+        return CLOSURE
     # Fused kernels unscale by themselves: a scaler leaves its scale, and what it found, here.
     for each in (optimizer, zero.inside(optimizer)):
         if any(getattr(each, name, None) is not None for name in ("grad_scale", "found_inf")):

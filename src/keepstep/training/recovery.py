@@ -12,7 +12,7 @@ digest of what arrived equals the one that the holders agreed on.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
@@ -98,6 +98,8 @@ def unwind(keeper: Keeper) -> None:
         keeper.rest.forget()
     if keeper.boundary.doubtful:
         keeper.uncovered.buffer_moves_unseen(keeper.boundary.doubtful)
+    if keeper.boundary.shrunk:
+        keeper.uncovered.buffer_put_back(keeper.boundary.shrunk)
     if keeper.registry.regrouped():
         keeper.uncovered.regrouped()
 
@@ -151,6 +153,16 @@ def _digests(keeper: Keeper, received: Mapping[str, str] | None = None) -> dict[
         return {}
 
 
+def _are_right(
+    found: Mapping[str, str], reform: wire.Reform, by_themselves: Collection[str]
+) -> bool:
+    """Is every portion what its holders agreed on? Who could make no digests has none that is."""
+    return bool(found) and all(
+        value == reform.digests.get(portion) or portion in by_themselves
+        for portion, value in found.items()
+    )
+
+
 def _form_groups(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     def overtaken() -> bool:
         return keeper.inbox.generation != generation
@@ -195,14 +207,7 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
         """Is every portion right? What this rank received is whole only then."""
         found.clear()
         found.update(_digests(keeper, received))
-        right = (
-            bool(found)
-            and not unsynced
-            and all(
-                value == reform.digests.get(portion) or portion in by_themselves
-                for portion, value in found.items()
-            )
-        )
+        right = not unsynced and _are_right(found, reform, by_themselves)
         if receiving and right and not keeper.has_state:
             if not joining:
                 _end_finding(keeper)

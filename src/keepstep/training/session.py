@@ -31,7 +31,7 @@ from keepstep.training.groups import Groups
 from keepstep.training.holders import held_by, is_cut
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, WarmLoader, warm_up
-from keepstep.training.optimizers import Around
+from keepstep.training.optimizers import CLOSURE, Around
 from keepstep.training.registry import Registry
 from keepstep.training.reset import ddp_modules, forget_meshes
 from keepstep.training.saves import Parts, Save, check_path, complete
@@ -384,8 +384,10 @@ class Session:
 
     def _update_begins(self, beyond: str) -> None:
         keeper = self._keeper
-        if keeper is not None and keeper.covering is not None and keeper.boundary.in_attempt:
-            keeper.covering.update_begins(beyond)
+        if keeper is not None and keeper.boundary.in_attempt:
+            keeper.uncovered.closure |= beyond == CLOSURE
+            if keeper.covering is not None:
+                keeper.covering.update_begins(beyond)
         self.grads_ready()
 
     def _one_update_done(self) -> None:

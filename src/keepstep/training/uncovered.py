@@ -30,6 +30,8 @@ class Uncovered:
         self._launched: Launched = None
         self._versions = 0
         self._tells_of_buffers = True
+        self.closure = False
+        """An optimizer was given a closure, which computes gradients inside its update."""
         self.tail_moves = False
         """Registered tensors change after the update, inside the attempt."""
 
@@ -45,7 +47,13 @@ class Uncovered:
     def update_done(self, launched: Launched, versions: int = 0) -> None:
         """`versions`: the sum over registered tensors, where none may change any more."""
         self._versions = versions
-        if _more(self._launched, launched):
+        closure, self.closure = self.closure, False
+        if closure and _more(self._launched, launched):
+            self._say(
+                "optimizer.step(closure) computes gradients inside the update, where nothing can "
+                "be retried: a fault in the closure is a fallback to the newest checkpoint"
+            )
+        elif _more(self._launched, launched):
             self._say(
                 "a collective runs between the updates of two optimizers: a fault there cannot be "
                 "retried; compute all gradients first, then step all optimizers"
@@ -164,6 +172,13 @@ class Uncovered:
             "through .data or a function that raises no version: it cannot be put back, and this "
             "rank receives its state; if all do, that is a fallback to the newest checkpoint. "
             "Register it in __init__, and write to it in place, with x.copy_"
+        )
+
+    def buffer_put_back(self, name: str) -> None:
+        self._say(
+            f"buffer {name} grew in an attempt that broke, and has its old size again: if the "
+            "retry now fails in your forward pass, an attribute says how large it is; let the "
+            "buffer's own shape say so (if n > self.table.shape[0])"
         )
 
     def buffer_comes_or_goes(self, name: str) -> None:
