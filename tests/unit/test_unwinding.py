@@ -333,6 +333,18 @@ def test_a_buffer_that_grew_is_told_of_when_it_is_put_back(
     assert boundary.shrunk == ""
 
 
+def test_a_buffer_that_came_for_another_one_makes_its_rank_receive() -> None:
+    net = Growing()
+    boundary = bounded(net)
+    boundary.begin()
+    del net.none
+    net.register_buffer("made", torch.ones(2))
+    boundary.unwind()
+    assert boundary.doubtful == "model.made"
+    assert boundary.torn
+    assert list(net._buffers) == ["table", "none", "made"]
+
+
 def test_a_buffer_that_comes_goes_or_grows_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     net = Growing()
     boundary = bounded(net)

@@ -166,6 +166,8 @@ class Boundary:
 
     def _find_doubtful(self) -> str:
         """A buffer that nobody knows a former value of."""
+        # Anew: one may have come for one that went.
+        self.registry.buffer_room.look_anew()
         known = {place.name for place, _ in self._laid}
         for name, _ in self.registry.buffers():
             if name not in known:

@@ -194,7 +194,7 @@ class Uncovered:
     def not_carried(self, name: str, kind: str) -> None:
         self._say(
             f"state of {name!r} is of {kind} and cannot be moved exactly: training goes on, but a "
-            "fault is a fallback to the newest checkpoint, and session.save cannot write one"
+            "fault or a planned move is a fallback, and session.save cannot write a checkpoint"
         )
 
     def nothing_to_give(self, why: str) -> None:
