@@ -17,15 +17,13 @@ import torch
 from keepstep.errors import ConfigError
 from keepstep.training.raw import tensor_bytes
 
-_PLAIN = "numbers, strings, lists, tuples, dicts, dtypes, devices and plain tensors"
+_PLAIN = "numbers, strings, lists, tuples, dicts, plain tensors, torch.dtype and torch.device"
 FIX_PART = (
     f"make it of {_PLAIN}, or register (save, restore) functions that return plain values and "
     "tensors"
 )
-FIX_GROUPS = (
-    f"keep it out of param_groups, as an attribute of the optimizer, or make it of {_PLAIN}"
-)
-FIX_STATE = f"an optimizer whose state is made of {_PLAIN} can be carried, this one cannot"
+FIX_GROUPS = f"keep it out of param_groups, in the optimizer itself, or make it of {_PLAIN}"
+FIX_STATE = f"an optimizer whose state is made of {_PLAIN} can be moved, this one cannot"
 
 
 def plain_digest(plain: dict[str, Any]) -> str:

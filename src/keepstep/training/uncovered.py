@@ -50,8 +50,8 @@ class Uncovered:
         closure, self.closure = self.closure, False
         if closure and _more(self._launched, launched):
             self._say(
-                "optimizer.step(closure) computes gradients inside the update, where nothing can "
-                "be retried: a fault in the closure is a fallback to the newest checkpoint"
+                "a collective runs inside optimizer.step(closure), after the update has begun: a "
+                "fault there cannot be retried, and is a fallback to the newest checkpoint"
             )
         elif _more(self._launched, launched):
             self._say(
@@ -176,9 +176,9 @@ class Uncovered:
 
     def buffer_put_back(self, name: str) -> None:
         self._say(
-            f"buffer {name} grew in an attempt that broke, and has its old size again: if the "
-            "retry now fails in your forward pass, an attribute says how large it is; let the "
-            "buffer's own shape say so (if n > self.table.shape[0])"
+            f"buffer {name} was given another size in an attempt that broke, and has the one of "
+            "before again: if the step now ends with an error of the script, something beside the "
+            "buffer says which size it has; ask the buffer itself (if n > self.table.shape[0])"
         )
 
     def buffer_comes_or_goes(self, name: str) -> None:
