@@ -39,6 +39,22 @@ def test_an_evaluation_leaves_no_trace() -> None:
     assert [module.training for module in model.modules()] == [True, False, True]
 
 
+def test_a_buffer_that_an_evaluation_gave_another_size_stays() -> None:
+    """The program may have noted its size somewhere else."""
+    model = nn.BatchNorm1d(2)
+    for name in ("table", "replaced", "dropped"):
+        model.register_buffer(name, torch.zeros(2))
+    with session(model=model).evaluation(seconds_max=1):
+        model.table.resize_(9).fill_(1)  # type: ignore[operator, union-attr]
+        model.replaced = torch.ones(5)
+        del model.dropped
+        model(torch.randn(4, 2))
+    assert model.table.tolist() == [1.0] * 9  # type: ignore[operator, union-attr]
+    assert model.replaced.tolist() == [1.0] * 5
+    assert not hasattr(model, "dropped")
+    assert model.running_mean.tolist() == [0.0, 0.0]  # type: ignore[operator, union-attr]
+
+
 def test_an_error_in_an_evaluation_is_the_users() -> None:
     model = nn.Linear(2, 2)
 

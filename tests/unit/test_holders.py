@@ -163,6 +163,26 @@ def test_state_falls_into_portions_and_optimizer_state_follows_its_parameter() -
     assert sorted(n for n, _ in both) == sorted(n for n, _ in registry.shared())
 
 
+def test_what_a_rank_holds_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step asks for each buffer that came late: 64 ms of it at 1,024 ranks."""
+    registry = cut_registry(1)
+    asked: list[int] = []
+    holds = portion.holds
+    monkeypatch.setattr(
+        "keepstep.training.holders.portion.holds",
+        lambda name, rank: (asked.append(rank), holds(name, rank))[1],
+    )
+    registry.holders = Holders.from_plain(registry.holders.to_plain())
+    before = registry.portions()
+    count = len(asked)
+    assert count
+    assert registry.portions() == before == ("0-3", "1-3/2")
+    assert len(asked) == count
+    assert registry.holders.portions(2) == ("0-2/2", "0-3"), "of another rank"
+    registry.holders = Holders.alike(4)
+    assert registry.portions() == ("0-3",), "and what is agreed on anew is another one"
+
+
 def test_each_portion_has_its_digest_and_plain_values_go_with_the_narrowest() -> None:
     one, twin = cut_registry(1), cut_registry(3)
     assert one.shared_digests() == twin.shared_digests()

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from keepstep.training import mirror
 from keepstep.training.boundary import Boundary
 from keepstep.training.digest import digest
 from keepstep.training.homes import EntryHomes
+from keepstep.training.keeper import Keeper
 from keepstep.training.movement import SliceDigest
 from keepstep.training.private import LATER, EntryWriter, check_whole, decode_entry
 from keepstep.training.raw import tensor_bytes
@@ -215,7 +217,7 @@ def test_private_state_that_an_update_changes_is_refused_rather_than_taken_one_u
     assert entry.boundary == keeper.boundary.step == 2
     assert entry.lacks == ["m.weight", "o.0.exp_avg"]
     assert capsys.readouterr().err.count("keepstep.held_by") == 1, "said once"
-    with pytest.raises(NoHome, match=r"m\.weight differs .* keepstep\.held_by"):
+    with pytest.raises(NoHome, match=r"m\.weight is one .* keepstep\.held_by"):
         check_whole(keeper.entry)
     with pytest.raises(NoHome, match=r"m\.weight"):
         registry.restore_private("m.weight", None)
@@ -285,8 +287,49 @@ def test_a_private_buffer_that_outgrows_its_home_does_not_end_the_step(
         found = ring.get(keeper.boundary.step)
         assert found is not None
         assert decode_entry(found).lacks == (["m.cache"] if count > 3 else [])
-    assert capsys.readouterr().err.count("m.cache, which differs between ranks, has outgrown") == 1
+    assert (
+        capsys.readouterr().err.count("m.cache, which no other rank gives back, has outgrown") == 1
+    )
     assert decode_entry(keeper.recorder.entry()).lacks == [], "homes that are made anew have room"
+
+
+def test_what_has_outgrown_its_home_is_copied_at_no_step_and_asks_for_a_larger_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all is cut it may be alike on all ranks: no comparison finds it."""
+    net, _, registry = built()
+    net.register_buffer("cache", torch.zeros(3))
+    registry.private = {"m.cache"}
+    keeper = AtWork(registry)
+    keeper.homes._ring = Ring(tmp_path / "ring", payload_bytes_max=20_000, first=(0, b""))
+    copied: list[int] = []
+
+    def copy(tensor: torch.Tensor) -> bytes:
+        copied.append(tensor.numel())
+        return tensor_bytes(tensor)
+
+    monkeypatch.setattr("keepstep.training.private.tensor_bytes", copy)
+    for count, outgrown in ((3, False), (100_000, True), (4, False), (100_000, True)):
+        net.cache = torch.ones(count)
+        keeper.boundary.begin()
+        keeper.recorder.begin()
+        keeper.recorder.record(early=True)
+        keeper.boundary.grads_ready()
+        keeper.boundary.applied()
+        assert keeper.recorder.wishes()[-1] is outgrown
+    assert set(copied) == {3, 4}
+    opened: list[int] = []
+    rows = [[*keeper.recorder.wishes(), []], [False, False, False, []]]
+    monkeypatch.setattr("keepstep.training.keeper.exchange_rows", lambda *_: rows)
+    monkeypatch.setattr("keepstep.training.keeper.side_barrier", lambda _: None)
+    at_compare: Any = SimpleNamespace(
+        groups=None, registry=registry, recorder=keeper.recorder, boundary=keeper.boundary,
+        rest=Rest(1), generation=0, open_mirror=lambda at, *_: opened.append(at),
+    )  # fmt: skip
+    Keeper._compare(at_compare)
+    rows[0][2] = False
+    Keeper._compare(at_compare)
+    assert opened == [4]
 
 
 def test_a_private_tensor_without_elements_is_carried() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,15 +23,16 @@ from keepstep import wire
 from keepstep.errors import ConfigError, Permanent, Transient
 from keepstep.model import Generation, JobId, OrderId, Term
 from keepstep.page import RING_SLOTS
-from keepstep.training import private, raw, recovery, steplog
+from keepstep.training import carried, private, raw, recovery, steplog
 from keepstep.training.boundary import Boundary
 from keepstep.training.finding import _foresee, _short_turns
-from keepstep.training.holders import Holders, agree, find_private, held_by
+from keepstep.training.holders import Holders, View, agree, find_private, held_by
 from keepstep.training.inbox import Inbox
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, count_samples, warm_up
 from keepstep.training.movement import SLICE_BYTES, SliceDigest
-from keepstep.training.plain import decode, encode
+from keepstep.training.optimizers import Around
+from keepstep.training.plain import decode, encode, shaped_like, uncarried
 from keepstep.training.raw import fill_from_bytes
 from keepstep.training.registry import Registry
 from keepstep.training.session import Session
@@ -256,21 +257,41 @@ def test_what_cannot_be_moved_exactly_is_refused_with_the_fix() -> None:
         registry.plain()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {1, 2},
-        torch.float32,
-        b"bytes",
-        np.array([0.5]),
-        np.zeros(3),
-        np.longdouble(1),
-        torch.empty(2, device="meta"),
-        torch.eye(2).to_sparse(),
-        [1, {"in": ({"deep": {3}},)}],
-    ],
-    ids=str,
-)
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+class Undecided(dict[str, int]):
+    """Nobody else can make one."""
+
+    def clear(self) -> None:
+        raise TypeError("not to be changed")
+
+
+def kept_by(registry: Registry, *, observed: bool = False) -> Any:
+    """As much of a keeper as looks at what can be carried."""
+    place = SimpleNamespace(observed=observed, rank=0)
+    return SimpleNamespace(registry=registry, place=place, uncovered=Uncovered())
+
+
+UNCARRIED = [
+    {1, 2},
+    float,
+    b"bytes",
+    np.array([0.5]),
+    np.zeros(3),
+    np.longdouble(1),
+    torch.empty(2, device="meta"),
+    torch.eye(2).to_sparse(),
+    [1, {"in": ({"deep": {3}},)}],
+    Pair(1, 2),
+    Undecided(),
+    MappingProxyType({"a": 1}),
+]
+
+
+@pytest.mark.parametrize("value", UNCARRIED, ids=str)
 @pytest.mark.parametrize("where", ["a group", "a part"])
 def test_what_cannot_be_moved_exactly_is_refused_before_the_first_step(
     value: Any, where: str, monkeypatch: pytest.MonkeyPatch
@@ -284,26 +305,104 @@ def test_what_cannot_be_moved_exactly_is_refused_before_the_first_step(
     else:
         registry.add("part", (lambda: {"odd": value}, lambda _: None))
     started: list[Cursor] = []
-    session._keeper = SimpleNamespace(  # type: ignore[assignment]
-        registry=registry, starts_at_the_top=True, start=started.append
-    )
+    session._keeper = kept_by(registry)
+    session._keeper.starts_at_the_top = True  # type: ignore[union-attr, misc]
+    session._keeper.start = started.append  # type: ignore[union-attr, method-assign, assignment]
     monkeypatch.setattr("keepstep.training.session.checkpoint.agree", lambda keeper: None)
-    with pytest.raises(
-        ConfigError, match=rf"'{'sgd' if where == 'a group' else 'part'}': state of"
-    ):
+    name, fix = ("sgd", "param_groups") if where == "a group" else ("part", r"\(save, restore")
+    with pytest.raises(ConfigError, match=rf"'{name}': state of .*{fix}"):
         next(session.steps(DataLoader([1, 2])))
     assert not started
 
 
-def test_what_an_optimizer_makes_in_its_first_step_is_checked_after_it() -> None:
+@pytest.mark.parametrize("value", UNCARRIED, ids=str)
+@pytest.mark.parametrize("where", ["a group", "a part"])
+def test_in_mode_observe_what_cannot_be_moved_is_said_and_trains(
+    value: Any, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    registry = Registry()
+    registry.add("it", optimizer if where == "a group" else (lambda: {"odd": value}, print))
+    if where == "a group":
+        optimizer.param_groups[0]["odd"] = value
+    keeper = kept_by(registry, observed=True)
+    carried.check(keeper)
+    carried.check(keeper)
+    assert capsys.readouterr().err.count("state of 'it'") == 1
+
+
+def test_what_an_optimizer_keeps_for_itself_is_said_and_a_fault_is_a_fallback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """LBFGS of FSDP2 keeps lists of DTensors, GaLore and Shampoo keep objects."""
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     registry = Registry()
     registry.add("sgd", optimizer)
-    registry.check_plain()
-    optimizer.state[parameter]["odd"] = {1}
-    with pytest.raises(ConfigError, match="type set"):
-        registry.compared([], first=True, settled=False)
+    keeper = kept_by(registry)
+    carried.check(keeper)
+    optimizer.state[parameter]["odd"] = [object()]
+    registry.compared([], first=True, settled=False)
+    carried.check_made(keeper)
+    carried.check_made(keeper)
+    said = capsys.readouterr().err
+    assert said.count("'sgd' is of type object") == 1
+    assert not carried.by_optimizers(registry)
+    told: list[wire.SeatReport] = []
+    keeper.has_state = True
+    keeper.boundary = SimpleNamespace(whole=True, unsynced=False, step=3)
+    keeper.groups = SimpleNamespace(log_digest=lambda: "g", prepared=lambda _: None)
+    keeper.report = lambda kinds, phase, seat, generation: told.append(seat)
+    recovery.report_boundary(keeper, 1)
+    assert told == [recovery.empty_seat(keeper, 1)]
+    assert "nothing to give" in capsys.readouterr().err
+    # What is compared while nothing fails must not end the run either.
+    assert registry.shared_digests(late=False)
+    with pytest.raises(ConfigError, match=r"type object .*optimizer"):
+        registry.plain()
+
+
+def test_what_is_looked_through_is_never_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copies(tensor: torch.Tensor) -> bytes:
+        raise AssertionError("a look is for types alone")
+
+    monkeypatch.setattr("keepstep.training.plain.tensor_bytes", copies)
+    registry = Registry()
+    registry.add("average", (lambda: {"weights": [torch.zeros(9)]}, lambda _: None))
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.LBFGS([parameter])
+    parameter.grad = torch.ones(2)
+    optimizer.step(lambda: parameter.detach().sum())  # type: ignore[arg-type]
+    registry.add("lbfgs", optimizer)
+    carried.check(kept_by(registry))
+
+
+def test_types_and_devices_of_torch_are_carried() -> None:
+    """AnyPrecisionAdamW has such groups."""
+    value = {"dtype": torch.bfloat16, "size": torch.Size([2, 3]), "device": torch.device("cpu")}
+    assert uncarried(value) == ""
+    found = decode(json.loads(json.dumps(encode(value))))
+    assert found == value
+    assert type(found["size"]) is torch.Size
+
+
+def test_a_device_is_each_ranks_own() -> None:
+    """Digests of plain values must be alike, and a joiner computes on its own."""
+    one, other = torch.device("cuda", 1), torch.device("cuda", 0)
+    assert encode(one) == encode(other)
+    assert shaped_like({"d": other}, decode(encode({"d": one}))) == {"d": other}
+
+
+def test_containers_are_made_again_as_the_receiver_has_them() -> None:
+    own: dict[str, Any] = {"d": defaultdict(int, a=1), "l": [Counter("x")], "o": OrderedDict()}
+    value = {"d": defaultdict(int, b=2), "l": [Counter("y"), Counter("z")], "o": OrderedDict(c=3)}
+    assert uncarried(value) == ""
+    found = shaped_like(own, decode(json.loads(json.dumps(encode(value)))))
+    assert found == value
+    assert [type(found[k]) for k in "do"] == [defaultdict, OrderedDict]
+    assert type(found["l"][0]) is Counter
+    assert found["d"]["new"] == 0
+    assert own["d"] == {"a": 1}
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -454,6 +553,59 @@ def test_a_buffer_that_comes_where_all_is_cut_is_its_ranks_own() -> None:
     assert registry.shared_digests() == before
     assert [name for name, _ in registry.private_tensors()] == ["m.mask"]
     assert registry.view() == known, "a rerun rehearses before ranks agree, and finds the same"
+
+
+@pytest.mark.parametrize(
+    ("starts", "rehearsal", "portions"),
+    [
+        (None, torch.ones(3), ("1",)),
+        (torch.ones(3), None, ("0-1", "1")),
+        (torch.ones(3), torch.ones(4), ("0-1", "1")),
+    ],
+    ids=["made", "dropped", "replaced"],
+)
+def test_a_rerun_that_rehearses_first_sees_the_portions_of_the_first_start(
+    starts: torch.Tensor | None, rehearsal: torch.Tensor | None, portions: tuple[str, ...]
+) -> None:
+    """It refused the checkpoint of the first start: "a job cut in another way"."""
+
+    def started(rehearsed: bool) -> tuple[View, tuple[str, ...]]:
+        layer = nn.Linear(2, 2)
+        held_by(layer, [1])
+        layer.register_buffer("cache", None if starts is None else starts.clone())
+        registry = Registry(1, 2)
+        registry.add("m", layer)
+        if rehearsed:
+            layer.cache = rehearsal
+        view = registry.view()
+        other = View.make([(n, "0" if s == "1" else s) for n, s in pairs(view)])
+        registry.holders = agree([other, view])
+        return view, registry.portions()
+
+    def pairs(view: View) -> list[tuple[str, str]]:
+        return [(key, view.sets[of]) for key, of in zip(view.keys, view.of, strict=True)]
+
+    assert started(rehearsed=True) == started(rehearsed=False)
+    assert started(rehearsed=False)[1] == portions
+
+
+def test_a_declared_buffer_that_a_rehearsed_step_replaces_is_seen_as_it_was_declared() -> None:
+    norm = nn.BatchNorm1d(2)
+    held_by(norm, [1])
+    registry = Registry(1, 2)
+    registry.add("m", norm)
+    before = registry.view()
+    norm.running_mean = torch.ones(2)
+    assert registry.view() == before
+
+
+def test_a_part_may_be_declared_after_it_was_registered() -> None:
+    norm = nn.BatchNorm1d(2)
+    registry = Registry(1, 2)
+    registry.add("m", norm)
+    held_by(norm, [1])
+    registry.holders = agree([View.make([("m.weight", "0")]), registry.view()])
+    assert registry.portion_of("m.running_mean") == "1"
 
 
 def test_tensors_that_differ_between_ranks_are_private() -> None:
@@ -755,7 +907,7 @@ def test_a_joiner_that_cannot_take_private_state_says_so_and_lives(
     keeper = SimpleNamespace(
         place=SimpleNamespace(rank=1),
         registry=Registry(),
-        boundary=SimpleNamespace(unwind=lambda: False, doubtful=""),
+        boundary=SimpleNamespace(unwind=lambda: False, doubtful="", shrunk=""),
         has_state=False,
         uncovered=None,
         reach=lambda point: None,
@@ -764,6 +916,24 @@ def test_a_joiner_that_cannot_take_private_state_says_so_and_lives(
     reform: Any = SimpleNamespace(moves=[SimpleNamespace(target=1)])
     recovery._reform(keeper, 2, reform)  # type: ignore[arg-type]
     assert told == [("Reformed", ""), ("Reform", "40 bytes do not fit a tensor of shape (2,)")]
+
+
+@pytest.mark.parametrize("closure", [True, False])
+def test_a_collective_in_a_closure_is_not_told_as_one_between_two_optimizers(
+    closure: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parameter, uncovered = nn.Parameter(torch.ones(1)), Uncovered()
+    session = Session({}, None)
+    keeper: Any = SimpleNamespace(uncovered=uncovered, covering=None)
+    keeper.boundary = SimpleNamespace(in_attempt=True)
+    keeper.grads_ready = lambda: uncovered.update_begins((3, 0))
+    session._keeper = keeper
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    Around(optimizer, session._update_begins, lambda: uncovered.update_done((5, 0)))
+    optimizer.step(lambda: 0.0) if closure else optimizer.step()  # type: ignore[call-overload]
+    said = capsys.readouterr().err
+    assert ("optimizer.step(closure)" in said) is closure
+    assert ("two optimizers" in said) is not closure
 
 
 def test_a_fault_in_the_programs_hook_behind_the_update_leaves_it_half_done() -> None:

@@ -236,6 +236,35 @@ def test_a_buffer_that_another_was_made_of_is_what_it_was(
     step(boundary, net)
 
 
+def drop_first(net: Net) -> None:
+    del net.mean
+
+
+def drop_and_make(net: Net) -> None:
+    del net.mean
+    net.register_buffer("mean", torch.ones(3))
+    net.register_buffer("mask", torch.ones(3))
+
+
+@pytest.mark.parametrize("does", [drop_first, drop_and_make])
+def test_a_buffer_that_was_dropped_comes_back_to_its_place_among_the_others(
+    does: Callable[[Net], None],
+) -> None:
+    """Digests go by the order: two survivors with the same state were a tie."""
+    ahead, behind = Net(), Net()
+    boundary, other = bounded(ahead), bounded(behind)
+    boundary.begin()
+    other.begin()
+    does(ahead)
+    with boundary.rewound():
+        pass
+    boundary.unwind()
+    other.unwind()
+    assert list(ahead._buffers)[:3] == list(behind._buffers)
+    if does is drop_first:
+        assert boundary.registry.shared_digests() == other.registry.shared_digests()
+
+
 def test_what_lay_in_a_buffers_place_is_not_written_to() -> None:
     """A batch that a forward pass remembers is needed for the second try."""
     net, batch = Growing(), torch.full((1, 4), 5.0)
@@ -271,6 +300,49 @@ def test_a_buffer_that_came_in_a_broken_attempt_makes_its_rank_receive() -> None
     assert boundary.doubtful == "model.made"
     assert boundary.torn
     assert net.made is not None
+
+
+@pytest.mark.parametrize("steps_before", [0, 5])
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        (lambda net: set_to(net, "table", torch.ones(6, 4)), "model.table"),
+        (lambda net: lambda: net.table.resize_(9).fill_(1), "model.table"),
+        (lambda net: set_to(net, "none", torch.ones(2)), "model.none"),
+        (lambda net: set_to(net, "table", torch.ones(1, 4)), ""),
+        (lambda net: set_to(net, "table", None), ""),
+        (lambda net: lambda: None, ""),
+    ],
+)
+def test_a_buffer_that_grew_is_told_of_when_it_is_put_back(
+    does: Callable[[Growing], Callable[[], object]], told: str, steps_before: int
+) -> None:
+    """The program may have noted its size in an attribute, which nobody puts back."""
+    net = Growing()
+    boundary = bounded(net)
+    for _ in range(steps_before):
+        step(boundary, net)
+    net.does = does(net)
+    boundary.begin()
+    net(torch.zeros(1))
+    boundary.unwind()
+    assert boundary.shrunk == told
+    net.does = lambda: None
+    boundary.begin()
+    boundary.unwind()
+    assert boundary.shrunk == ""
+
+
+def test_a_buffer_that_came_for_another_one_makes_its_rank_receive() -> None:
+    net = Growing()
+    boundary = bounded(net)
+    boundary.begin()
+    del net.none
+    net.register_buffer("made", torch.ones(2))
+    boundary.unwind()
+    assert boundary.doubtful == "model.made"
+    assert boundary.torn
+    assert list(net._buffers) == ["table", "none", "made"]
 
 
 def test_a_buffer_that_comes_goes_or_grows_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:

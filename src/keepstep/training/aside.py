@@ -19,7 +19,11 @@ from keepstep.training.reset import ddp_modules
 
 
 class Aside(contextlib.AbstractContextManager[None]):
-    """What the parts of a session are now; put back at the end of the block."""
+    """What the parts of a session are now; put back at the end of the block.
+
+    A buffer that was given another size stays: the program may have noted that somewhere else, and
+    would look for what the old one cannot hold.
+    """
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self._randomness = read_randomness()
@@ -47,7 +51,8 @@ class Aside(contextlib.AbstractContextManager[None]):
             module.training = training
         with torch.no_grad():
             for buffer, value in self._buffers:
-                buffer.copy_(value)
+                if buffer.shape == value.shape:
+                    buffer.copy_(value)
         for ddp, sync in self._syncs:
             ddp.require_forward_param_sync = sync
         for generator, state in self._generators:

@@ -24,8 +24,10 @@ import torch
 from torch import nn
 
 from keepstep import sabotage
-from keepstep.training.buffers import BufferPlace, same_bytes
+from keepstep.errors import ConfigError
+from keepstep.training.buffers import BufferPlace, put_in_order, same_bytes
 from keepstep.training.generators import Generators, put_back, read_generators
+from keepstep.training.holders import local_of
 from keepstep.training.optimizers import load_groups, settings_of
 from keepstep.training.plain import encode, plain_digest
 from keepstep.training.registry import Registry
@@ -63,6 +65,8 @@ class Boundary:
         """The update is in, and what other ranks updated has yet to come (halfway.py)."""
         self.doubtful = ""
         """A buffer that could not be put back for sure when an attempt was last left."""
+        self.shrunk = ""
+        """One that had grown in it, and has its old size again."""
         self._snapshot: _Snapshot | None = None
         self.tell: Callable[[str], None] = lambda name: None
         """Hears of a buffer that comes, goes or changes its shape in mid-run."""
@@ -150,8 +154,20 @@ class Boundary:
     def _learn_anew(self) -> None:
         self._moving, self._watched = None, 0
 
+    def _find_grown(self) -> str:
+        """A buffer that this attempt has made larger, or filled: the program may have noted that
+        somewhere else, and nobody puts that back."""
+        for place, held in self._laid:
+            now = place.held()
+            before = self._shadows[place.name].numel() if held is not None else 0
+            if now is not None and local_of(now).numel() > before:
+                return place.name
+        return ""
+
     def _find_doubtful(self) -> str:
         """A buffer that nobody knows a former value of."""
+        # Anew: one may have come for one that went.
+        self.registry.buffer_room.look_anew()
         known = {place.name for place, _ in self._laid}
         for name, _ in self.registry.buffers():
             if name not in known:
@@ -200,14 +216,18 @@ class Boundary:
         assert self._snapshot is not None, "an attempt begins with a snapshot"
         before = self._snapshot.others
         now = {name: other.state_dict() for name, other in self.registry.others.items()}
-        return all(
-            plain_digest(encode(state)) != plain_digest(encode(before[name]))
-            for name, state in now.items()
-            if state or before[name]
-        )
+        try:
+            return all(
+                plain_digest(encode(state)) != plain_digest(encode(before[name]))
+                for name, state in now.items()
+                if state or before[name]
+            )
+        except ConfigError:
+            return False  # What cannot be carried cannot be compared.
 
     def unwind(self) -> bool:
         """Leave a broken attempt. True if the step had been applied after all."""
+        self.shrunk = ""
         if not self.in_attempt:
             return False
         if self.updating:
@@ -222,6 +242,7 @@ class Boundary:
             self.in_attempt = self.updating = self.updated = False
             self._forget_scaling()
             return was_applied
+        self.shrunk = self._find_grown()
         self.restore()
         self.in_attempt = False
         self._forget_scaling()
@@ -265,6 +286,7 @@ class Boundary:
         for place, held in laid:
             # The very tensor: what a forward pass put there may be a batch's own memory.
             place.put(held, values.get(place.name))
+        put_in_order(place for place, _ in laid)
         for name, state in snapshot.others.items():
             self.registry.others[name].load_state_dict(copy.deepcopy(state))
         if not self._regrouped(snapshot):

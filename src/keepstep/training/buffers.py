@@ -7,7 +7,7 @@ found when somebody looks at everything anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,19 @@ class Buffers:
             for path, inner in module.named_modules():
                 for key in inner._buffers:
                     yield BufferPlace(".".join(p for p in (name, path, key) if p), inner, key)
+
+
+def put_in_order(places: Iterable[BufferPlace]) -> None:
+    """One that was dropped came back as its module's last, and digests go by the order."""
+    wanted: dict[int, tuple[dict[str, torch.Tensor | None], list[str]]] = {}
+    for place in places:
+        held = place.module._buffers
+        wanted.setdefault(id(held), (held, []))[1].append(place.key)
+    for held, keys in wanted.values():
+        if list(held)[: len(keys)] != keys:
+            # What is not among them came later: to the end with it, as where it was made.
+            for key in [*keys, *(key for key in list(held) if key not in keys)]:
+                held[key] = held.pop(key)
 
 
 def same_bytes(left: torch.Tensor | None, right: torch.Tensor) -> bool:

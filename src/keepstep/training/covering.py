@@ -18,7 +18,7 @@ import torch
 from keepstep import portion, sabotage, wire
 from keepstep.errors import Permanent
 from keepstep.model import Endpoint, Move
-from keepstep.training import patrol, replay
+from keepstep.training import carried, patrol, replay
 from keepstep.training.cover import Capsule, Keeping, Owner, read_record, slice_digest
 from keepstep.training.exchange import Exchange, Frame
 from keepstep.training.holders import local_of
@@ -123,6 +123,8 @@ class Covering:
             return None
         if strange := replay.strange(registry.optimizers.values()):
             self._keeper.uncovered.strange_optimizer(strange)
+            return None
+        if not carried.by_optimizers(registry):
             return None
         of_optimizer = tuple(f"{name}." for name in registry.optimizers)
         plain = sum(size_bytes(t) for n, t in tensors if not n.startswith(of_optimizer))

@@ -83,6 +83,11 @@ class Views:
         """The portion that this rank sees for a tensor."""
         return portion.name_of(self._ranks(tensor))
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Does any object speak of this very tensor?"""
+        said = hasattr(tensor, _TAG) or _spec(tensor) is not None
+        return said or id(tensor) in self._ddp
+
     def _ranks(self, tensor: torch.Tensor) -> frozenset[int]:
         declared = getattr(tensor, _TAG, None)
         if declared is not None:
@@ -130,6 +135,8 @@ class Holders:
     classes: tuple[tuple[str, ...], ...] = ()
     of: dict[str, int] = field(default_factory=dict)
     _found: dict[tuple[int, int], str] = field(default_factory=dict, repr=False)
+    _held: dict[int, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+    """By rank. Never stale: what the world agrees on anew is another object."""
 
     @classmethod
     def alike(cls, world: int) -> Holders:
@@ -154,8 +161,11 @@ class Holders:
 
     def portions(self, rank: int) -> tuple[str, ...]:
         """What a rank holds, by name."""
-        found = {p for parts in self.classes for p in parts if portion.holds(p, rank)}
-        return tuple(sorted(found or {self.everybody}))
+        known = self._held.get(rank)
+        if known is None:
+            found = {p for parts in self.classes for p in parts if portion.holds(p, rank)}
+            known = self._held[rank] = tuple(sorted(found or {self.everybody}))
+        return known
 
     def narrowest(self, rank: int) -> str:
         """The portion that the fewest others hold: plain values, which may go with it, and the

@@ -21,7 +21,7 @@ from keepstep.errors import Transient
 from keepstep.model import Endpoint, Generation, NodeId, Phase, Rank
 from keepstep.page import Mark, Page, page_path
 from keepstep.sealed import store_prefix
-from keepstep.training import checkpoint, recovery, vote
+from keepstep.training import carried, checkpoint, recovery, vote
 from keepstep.training.boundary import Boundary
 from keepstep.training.busy import Busy
 from keepstep.training.commits import Commits
@@ -411,10 +411,12 @@ class Keeper:
             self._listen()
         step = self.boundary.step
         first = step == _COMPARE_AT[0]
+        if first:
+            carried.check_made(self)
         # What was alike in the first steps and is not any more is corrupt, not private.
         settled = self.rest.every > 1 and step > _COMPARE_AT[1]
         found = self.registry.compared([row[-1] for row in rows], first=first, settled=settled)
-        if found or first or newly:
+        if found or first or newly or any(row[2] for row in rows):
             self.open_mirror(step, self.recorder.entry(), self.generation)
             side_barrier(self.groups)
 

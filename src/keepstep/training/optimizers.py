@@ -33,6 +33,7 @@ BY_ELEMENT = frozenset(
     }
 )
 """Optimizers that treat each element by itself: a part is updated as the whole would be."""
+CLOSURE = "optimizer.step is called with a closure or other arguments"
 
 
 def holds_tensors(state: Any) -> bool:
@@ -53,8 +54,13 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def plain_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    state = [_beside_tensors(state_of(optimizer).get(p, {})) for p in parameters_of(optimizer)]
-    return {"groups": groups_of(optimizer), "state": state}
+    return {"groups": groups_of(optimizer), "state": hidden_of(optimizer)}
+
+
+def hidden_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What it remembers of each parameter beside tensors."""
+    states = state_of(optimizer)
+    return [_beside_tensors(states.get(parameter, {})) for parameter in parameters_of(optimizer)]
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -87,7 +93,8 @@ def load_hidden(optimizer: torch.optim.Optimizer, state: Sequence[Mapping[str, A
     as_many(len(parameters), len(state), "parameters")
     for parameter, values in zip(parameters, state, strict=True):
         if values:
-            state_of(optimizer)[parameter].update(values)
+            own = state_of(optimizer)[parameter]
+            own.update({key: shaped_like(own.get(key), value) for key, value in values.items()})
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -154,7 +161,7 @@ def beyond_gradients(optimizer: Any, given: Iterable[Any]) -> str:
     `given`: what its step was called with. An update that is made again is called with nothing.
     """
     if any(value is not None for value in given):
-        return "optimizer.step is called with a closure or other arguments"
+        return CLOSURE
     # Fused kernels unscale by themselves: a scaler leaves its scale, and what it found, here.
     for each in (optimizer, zero.inside(optimizer)):
         if any(getattr(each, name, None) is not None for name in ("grad_scale", "found_inf")):

@@ -24,7 +24,9 @@ _LENGTH = struct.Struct("<I")
 _NOT_HERE = -1
 """In place of the size of a tensor that was left out. An empty one has none, and is whole."""
 LATER = torch.empty(0, dtype=torch.uint8)
-"""In place of a tensor that the coming update changes, or that there is no room for."""
+"""In place of a tensor that the coming update changes."""
+NO_ROOM = torch.empty(0, dtype=torch.uint8)
+"""In place of one that there is no room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ class PrivateEntry:
 
 def not_carried(names: Sequence[str]) -> str:
     return (
-        f"{names[0]} differs between ranks and has no second home, since optimizers update it or "
-        "it has outgrown the room for it; declare who holds it with keepstep.held_by"
+        f"{names[0]} is one rank's own and has no second home, since optimizers update it or it "
+        "has outgrown the room for it; if others hold it, declare that with keepstep.held_by"
     )
 
 
@@ -69,7 +71,9 @@ class EntryWriter:
     ) -> bytes:
         """The entry for this moment."""
         now = read_randomness()
-        parts = _parts(now, [None if t is LATER else tensor_bytes(t) for _, t in named])
+        parts = _parts(
+            now, [None if t is LATER or t is NO_ROOM else tensor_bytes(t) for _, t in named]
+        )
         layout = len(now.cuda), [name for name, _ in named], _sizes(parts)
         if layout != self._layout or not self._text:
             cuda, names, sizes = self._layout = layout

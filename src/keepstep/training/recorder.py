@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keepstep.training.generators import Generators, as_they_were, read_generators
-from keepstep.training.private import LATER, EntryWriter, completed, decode_entry
+from keepstep.training.private import LATER, NO_ROOM, EntryWriter, completed, decode_entry
 from keepstep.training.raw import size_bytes
 from keepstep.training.uncovered import is_watched
 
@@ -40,6 +40,10 @@ class Recorder:
         self._recorded = -1
         """The boundary whose entry this attempt has recorded."""
         self._early = b""
+        self.outgrown = False
+        """The last entry of a step left out what it had no room for: homes are too small."""
+        self._beside_bytes = 0
+        """Of the last entry, all that is no tensor."""
         self._unfetched: tuple[int, Generators] | None = None
         """A boundary, and its generators before its batches were fetched."""
 
@@ -84,9 +88,10 @@ class Recorder:
         self.changed = True
         return True
 
-    def wishes(self) -> tuple[bool, bool]:
-        """For all ranks to see: should everybody record late, and does this rank already?"""
-        return self.changed or self.late, self.late
+    def wishes(self) -> tuple[bool, bool, bool]:
+        """For all ranks to see: should everybody record late, does this rank already, and are its
+        entry's homes too small?"""
+        return self.changed or self.late, self.late, self.outgrown
 
     def agree(self, wishes: Sequence[Sequence[Any]]) -> bool:
         """What all ranks said leads all to the same. True: from here on they record late."""
@@ -105,14 +110,27 @@ class Recorder:
         if left_out := [name for name, tensor in named if tensor is LATER]:
             keeper.uncovered.private_moves(left_out[0], len(left_out))
             keeper.homes.complete = self._complete
+        if not coming:
+            return self._writer.entry(boundary, position, named)
+        room = keeper.homes.room
+        # Summed before it is written: what has outgrown its room is copied at no step.
+        named = self._fitting(named, _sum_bytes(named) + self._beside_bytes - room)
         payload = self._writer.entry(boundary, position, named)
-        if coming and (excess := len(payload) - keeper.homes.room) > 0:
-            # A step goes on without this home rather than not at all.
-            named, name = _without_largest(named, excess)
-            keeper.uncovered.entry_outgrown(name)
-            keeper.homes.complete = self._complete
+        self._beside_bytes = len(payload) - _sum_bytes(named)
+        if len(payload) > room:
+            named = self._fitting(named, len(payload) - room)
             payload = self._writer.entry(boundary, position, named)
+        self.outgrown = any(tensor is NO_ROOM for _, tensor in named)
         return payload
+
+    def _fitting(self, named: list[Named], excess: int) -> list[Named]:
+        """A step goes on without this home rather than not at all."""
+        if excess <= 0:
+            return named
+        named, name = _without_largest(named, excess)
+        self._keeper.uncovered.entry_outgrown(name)
+        self._keeper.homes.complete = self._complete
+        return named
 
     def _complete(self, payload: bytes) -> bytes:
         """This rank's own entry, to be saved: with what the update has made since."""
@@ -131,7 +149,9 @@ def _without_largest(named: Sequence[Named], excess: int) -> tuple[list[Named], 
             break
         out.append(name)
         excess -= size_bytes(tensor)
-    return [(name, LATER if name in out else tensor) for name, tensor in named], [
-        *out,
-        "a generator",
-    ][0]
+    left = [(name, NO_ROOM if name in out else tensor) for name, tensor in named]
+    return left, [*out, "a generator"][0]
+
+
+def _sum_bytes(named: Sequence[Named]) -> int:
+    return sum(size_bytes(tensor) for _, tensor in named)

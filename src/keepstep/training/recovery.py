@@ -12,7 +12,7 @@ digest of what arrived equals the one that the holders agreed on.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
@@ -98,6 +98,8 @@ def unwind(keeper: Keeper) -> None:
         keeper.rest.forget()
     if keeper.boundary.doubtful:
         keeper.uncovered.buffer_moves_unseen(keeper.boundary.doubtful)
+    if keeper.boundary.shrunk:
+        keeper.uncovered.buffer_put_back(keeper.boundary.shrunk)
     if keeper.registry.regrouped():
         keeper.uncovered.regrouped()
 
@@ -107,7 +109,8 @@ def report_boundary(
 ) -> None:
     """Where this rank is, and what it holds there."""
     rank = Rank(keeper.place.rank)
-    if not (keeper.has_state and keeper.boundary.whole):
+    digests = _digests(keeper) if keeper.has_state and keeper.boundary.whole else {}
+    if not digests:
         keeper.report(kinds, Phase.QUIESCE, empty_seat(keeper, generation), generation)
         return
     unsynced = keeper.registry.synced() if keeper.boundary.unsynced else ()
@@ -115,7 +118,7 @@ def report_boundary(
         rank,
         boundary=keeper.boundary.step,
         intact=True,
-        digests={name: d for name, d in _digests(keeper).items() if name not in unsynced},
+        digests={name: d for name, d in digests.items() if name not in unsynced},
         unsynced=unsynced,
         ready=ready,
         covers=keeper.covers,
@@ -140,9 +143,24 @@ def _groups_made(keeper: Keeper, generation: int) -> str:
 
 
 def _digests(keeper: Keeper, received: Mapping[str, str] | None = None) -> dict[str, str]:
+    """By portion; none where state cannot be carried: such a rank gives nothing."""
     if sabotage.off("digest"):
         return dict.fromkeys(keeper.registry.portions(), "unchecked")
-    return keeper.registry.shared_digests(received)
+    try:
+        return keeper.registry.shared_digests(received)
+    except ConfigError as error:
+        keeper.uncovered.nothing_to_give(str(error))
+        return {}
+
+
+def _are_right(
+    found: Mapping[str, str], reform: wire.Reform, by_themselves: Collection[str]
+) -> bool:
+    """Is every portion what its holders agreed on? Who could make no digests has none that is."""
+    return bool(found) and all(
+        value == reform.digests.get(portion) or portion in by_themselves
+        for portion, value in found.items()
+    )
 
 
 def _form_groups(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
@@ -187,11 +205,9 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
 
     def check(received: Mapping[str, str]) -> bool:
         """Is every portion right? What this rank received is whole only then."""
+        found.clear()
         found.update(_digests(keeper, received))
-        right = not unsynced and all(
-            value == reform.digests.get(portion) or portion in by_themselves
-            for portion, value in found.items()
-        )
+        right = not unsynced and _are_right(found, reform, by_themselves)
         if receiving and right and not keeper.has_state:
             if not joining:
                 _end_finding(keeper)
@@ -223,7 +239,7 @@ def _reform(keeper: Keeper, generation: int, reform: wire.Reform) -> None:
     keeper.secret = reform.membership.secret
     # No barrier: whoever says VERIFY holds its neighbour's entry, and all say it before a resume.
     keeper.open_mirror(reform.boundary, payload, generation)
-    intact = keeper.has_state and keeper.boundary.step == reform.boundary
+    intact = bool(found) and keeper.has_state and keeper.boundary.step == reform.boundary
     moved_bytes, moved_seconds = keeper.moved
     seat = wire.SeatReport(
         rank,
@@ -267,7 +283,7 @@ def _save(keeper: Keeper, generation: int, save: wire.Save) -> None:
     try:
         checkpoint.rescue(keeper, save)
         seat = wire.SeatReport(Rank(keeper.place.rank), boundary=save.boundary, intact=True)
-    except (OSError, NoHome, Permanent) as error:
+    except (ConfigError, OSError, NoHome, Permanent) as error:
         seat = wire.SeatReport(Rank(keeper.place.rank), problem=f"cannot save: {error}")
     keeper.report("Save", Phase.SAVE, seat, generation)
 

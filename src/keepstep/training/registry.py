@@ -11,7 +11,6 @@ Nothing here sends anything; nothing here guesses: a value it cannot carry exact
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -24,12 +23,13 @@ from keepstep import portion as portions
 from keepstep.errors import ConfigError, NoHome, Permanent
 from keepstep.training import private, zero
 from keepstep.training.buffers import Buffers
-from keepstep.training.capsule import DigestCache, byte_view, combine, digest
+from keepstep.training.capsule import DigestCache, combine, digest
 from keepstep.training.holders import Holders, View, Views, find_private, is_cut, local_of
 from keepstep.training.listing import Listing, Place
 from keepstep.training.optimizers import (
     conform_state,
     groups_of,
+    hidden_of,
     holds_tensors,
     load_groups,
     load_hidden,
@@ -37,7 +37,15 @@ from keepstep.training.optimizers import (
     plain_of,
     state_of,
 )
-from keepstep.training.plain import check_carried, decode, encode, plain_digest, shaped_like
+from keepstep.training.plain import (
+    FIX_PART,
+    FIX_STATE,
+    decode,
+    encode,
+    encode_named,
+    plain_digest,
+    shaped_like,
+)
 from keepstep.training.raw import bytes_tensor, fill_from_bytes, size_bytes
 from keepstep.training.reset import ddp_modules
 from keepstep.training.stateful import SaveRestore, Stateful
@@ -69,8 +77,9 @@ class Registry:
         self._looked_by: Holders | None = None
         self._looked: dict[tuple[str, str], list[Any]] = {}
         self.buffer_room = Buffers(self.modules)
-        self._known_buffers: set[str] = set()
-        """Those that were there when their module was registered, as on every rank."""
+        self._known_buffers: dict[str, str] = {}
+        """Those that were there when their module was registered, as on every rank, and the portion
+        that this rank saw for them. Others come and go with steps, rehearsed ones too."""
         self._agreed: list[list[int]] = []
         self._kept: dict[str, list[tuple[str, nn.Parameter]]] = {}
         """Parameters of modules that are cut, as they were registered. FSDP2 puts others in their
@@ -88,9 +97,10 @@ class Registry:
         if isinstance(part, nn.Module):
             self.modules[name] = part
             self.buffer_room.look_anew()
-            self._known_buffers |= {place.name for place in self.buffer_room.find()}
             self._replicated += ddp_modules(part)
             self._views.note(part)
+            found = ((place.name, place.held()) for place in self.buffer_room.find())
+            self._known_buffers |= {n: self._views.of(b) for n, b in found if b is not None}
             if is_cut(part):
                 self._kept[name] = list(part.named_parameters())
         elif isinstance(part, torch.optim.Optimizer):
@@ -163,9 +173,12 @@ class Registry:
         self._agreed = self._grouped()
         views = self._views
         named = [(name, views.of(parameter)) for name, parameter in self._named_parameters()]
-        places = [p for p in self.buffer_room.find() if p.name in self._known_buffers]
-        found = [(place.name, place.held()) for place in places]
-        named += [(name, views.of(buffer)) for name, buffer in found if buffer is not None]
+        here = {place.name: place.held() for place in self.buffer_room.find()}
+        for name, seen in self._known_buffers.items():
+            buffer = here.get(name)
+            # A rehearsed step may have dropped it, or put another there that nothing speaks of.
+            told = views.of(buffer) if buffer is not None and views.knows(buffer) else seen
+            named.append((name, told))
         for name, optimizer in self.optimizers.items():
             if zero.is_zero(optimizer):
                 # Also of who owns no parameter at all: plain values go with the narrowest portion,
@@ -347,9 +360,6 @@ class Registry:
 
         `first`: until now every buffer counted as private. `settled`: only buffers can become so.
         """
-        if first:
-            # Optimizers have made their state by now.
-            self.check_plain()
         found = find_private([[(str(n), str(d)) for n, d in row] for row in rows], self.holders)
         if settled:
             found -= {name for name, _ in self.fixed()}
@@ -378,30 +388,16 @@ class Registry:
                 return True
         return False
 
-    def own_pages(self) -> None:
-        """Make the memory of every tensor this process's own, page by page.
-
-        After a fork, parent and child share their pages until one of them writes. A standby whose
-        loader workers were forked would pay for that when state arrives: 1 GB took 1.1 s longer.
-        """
-        for _, tensor in self.tensors():
-            if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
-                byte_view(tensor)[:: mmap.PAGESIZE].add_(0)
-
     # ------------------------------------------------------------ plain values
 
-    def plain(self) -> dict[str, Any]:
-        """Everything that is no tensor in place: JSON-able, exact."""
-        return {name: encode(value) for name, value in self._plain_values()}
+    def plain(self, *, whole: bool = True) -> dict[str, Any]:
+        """Everything that is no tensor in place: JSON-able, exact.
 
-    def _plain_values(self) -> Iterator[tuple[str, Any]]:
-        yield from ((name, plain_of(optimizer)) for name, optimizer in self.optimizers.items())
-        yield from ((name, other.state_dict()) for name, other in self.others.items())
-
-    def check_plain(self) -> None:
-        """Refuse now what else would be found out at the first fault, by all survivors at once."""
-        for name, value in self._plain_values():
-            check_carried(name, value)
+        Not `whole`: to compare ranks by, where something cannot be carried.
+        """
+        named = [(name, plain_of(o), FIX_STATE) for name, o in self.optimizers.items()]
+        named += [(name, other.state_dict(), FIX_PART) for name, other in self.others.items()]
+        return encode_named(named, whole=whole)
 
     def syncs(self) -> list[bool]:
         """Whether DDP broadcasts buffers in its next forward pass: it remembers what the last one
@@ -419,7 +415,7 @@ class Registry:
 
     def hidden(self) -> dict[str, Any]:
         """What optimizers remember of each parameter beside tensors: counters, as a rule."""
-        return {n: encode(plain_of(o)["state"]) for n, o in self.optimizers.items()}
+        return {n: encode(hidden_of(o)) for n, o in self.optimizers.items()}
 
     def load_hidden(self, hidden: Mapping[str, Any]) -> None:
         for name, optimizer in self.optimizers.items():
@@ -523,13 +519,14 @@ class Registry:
     ) -> dict[str, str]:
         """One digest per portion that this rank holds, plain values included.
 
-        Not `late`: without buffers that were registered after all had agreed on who holds what.
+        Not `late`: without buffers that were registered after all had agreed on who holds what,
+        and without plain values that cannot be carried.
         """
         named: dict[str, list[tuple[str, str]]] = {portion: [] for portion in self.portions()}
         for name, value in self.digests(received):
             if not self._is_private(name) and (late or not self._is_late(name)):
                 named[self.portion_of(name)].append((name, value))
-        plain = self.plain()
+        plain = self.plain(whole=late)
         return {portion: self.digest_of(portion, each, plain) for portion, each in named.items()}
 
     def digest_of(

@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from keepstep import sabotage
 from keepstep.errors import ConfigError, Fenced, Transient
-from keepstep.training import checkpoint, halfway, standby, zero
+from keepstep.training import carried, checkpoint, halfway, standby, zero
 from keepstep.training.aside import Aside
 from keepstep.training.groups import Groups
 from keepstep.training.holders import held_by, is_cut
 from keepstep.training.keeper import Keeper
 from keepstep.training.loader import Cursor, WarmLoader, warm_up
-from keepstep.training.optimizers import Around
+from keepstep.training.optimizers import CLOSURE, Around
 from keepstep.training.registry import Registry
 from keepstep.training.reset import ddp_modules, forget_meshes
 from keepstep.training.saves import Parts, Save, check_path, complete
@@ -149,7 +149,7 @@ class Session:
             # first, so it needs DDP's rebuilt buckets, which decide the order of summation.
             if not self._keeper.starts_at_the_top and not self._rehearsed:
                 yield from self._rehearse(cursor, accumulate)
-            self._keeper.registry.check_plain()
+            carried.check(self._keeper)
             self._keeper.start(cursor)
         while True:
             if self._keeper is not None:
@@ -384,8 +384,10 @@ class Session:
 
     def _update_begins(self, beyond: str) -> None:
         keeper = self._keeper
-        if keeper is not None and keeper.covering is not None and keeper.boundary.in_attempt:
-            keeper.covering.update_begins(beyond)
+        if keeper is not None and keeper.boundary.in_attempt:
+            keeper.uncovered.closure |= beyond == CLOSURE
+            if keeper.covering is not None:
+                keeper.covering.update_begins(beyond)
         self.grads_ready()
 
     def _one_update_done(self) -> None:
@@ -514,7 +516,7 @@ def _park(place: Place, build: Callable[[Seat], dict[str, Any]]) -> Session:
     warm = Registry()
     for name, part in rehearsal.parts.items():
         warm.add(name, part)
-    warm.own_pages()
+    standby.own_pages(warm)
     seated = standby.park()
     groups.reseat(seated.rank)
     for part in made.values():

@@ -30,6 +30,8 @@ class Uncovered:
         self._launched: Launched = None
         self._versions = 0
         self._tells_of_buffers = True
+        self.closure = False
+        """An optimizer was given a closure, which computes gradients inside its update."""
         self.tail_moves = False
         """Registered tensors change after the update, inside the attempt."""
 
@@ -45,7 +47,13 @@ class Uncovered:
     def update_done(self, launched: Launched, versions: int = 0) -> None:
         """`versions`: the sum over registered tensors, where none may change any more."""
         self._versions = versions
-        if _more(self._launched, launched):
+        closure, self.closure = self.closure, False
+        if closure and _more(self._launched, launched):
+            self._say(
+                "a collective runs inside optimizer.step(closure), after the update has begun: a "
+                "fault there cannot be retried, and is a fallback to the newest checkpoint"
+            )
+        elif _more(self._launched, launched):
             self._say(
                 "a collective runs between the updates of two optimizers: a fault there cannot be "
                 "retried; compute all gradients first, then step all optimizers"
@@ -166,6 +174,13 @@ class Uncovered:
             "Register it in __init__, and write to it in place, with x.copy_"
         )
 
+    def buffer_put_back(self, name: str) -> None:
+        self._say(
+            f"buffer {name} was given another size in an attempt that broke, and has the one of "
+            "before again: if the step now ends with an error of the script, something beside the "
+            "buffer says which size it has; ask the buffer itself (if n > self.table.shape[0])"
+        )
+
     def buffer_comes_or_goes(self, name: str) -> None:
         if not self._tells_of_buffers:
             return
@@ -176,10 +191,20 @@ class Uncovered:
             "step, or the job falls back to its newest checkpoint; register buffers in __init__"
         )
 
+    def not_carried(self, name: str, kind: str) -> None:
+        self._say(
+            f"state of {name!r} is of {kind} and cannot be moved exactly: training goes on, but a "
+            "fault or a planned move is a fallback, and session.save cannot write a checkpoint"
+        )
+
+    def nothing_to_give(self, why: str) -> None:
+        self._say(f"this rank has nothing to give to others: {why}")
+
     def entry_outgrown(self, name: str) -> None:
         self._say(
-            f"{name}, which differs between ranks, has outgrown its second home: until the next "
-            "time that homes are made, the loss of a rank is a fallback to the newest checkpoint"
+            f"{name}, which no other rank gives back, has outgrown its second home: until homes "
+            "are made anew (at a fault, or at steps 2, 16, 256 ...), the loss of a rank is a "
+            "fallback to the newest checkpoint"
         )
 
     def private_moves(self, name: str, count: int) -> None:
