@@ -217,6 +217,8 @@ def start_cold(turn: Turn, job: Job, seats: list[Seat]) -> None:
     job.step_seconds = 0.0
     migration.cold = True
     migration.gone, migration.fresh, migration.fences = {}, {}, {}
+    if rules.last_ones_count(turn.cluster):
+        migration.through = {}  # That was the run before.
     change_phase(turn, job, Phase.RESUME)
     orders.tell(turn, job)
 
