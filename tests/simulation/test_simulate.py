@@ -78,6 +78,7 @@ def test_seeds_that_once_failed(seed: int):
         914,  # A job saved and left while a joiner was on its way: nobody ended that one.
         1298,  # The only rank with state was late, and was killed for it.
         3116,  # Sharded: nobody had told its portions yet, and a node was moved as a whole.
+        31055,  # A borrower was parked for a lender that had to wait for an agent after a takeover.
     ],
 )
 def test_seeds_of_competing_jobs_that_once_failed(seed: int):
