@@ -78,11 +78,70 @@ def test_seeds_that_once_failed(seed: int):
         914,  # A job saved and left while a joiner was on its way: nobody ended that one.
         1298,  # The only rank with state was late, and was killed for it.
         3116,  # Sharded: nobody had told its portions yet, and a node was moved as a whole.
+        31055,  # A borrower was parked for a lender that had to wait for an agent after a takeover.
     ],
 )
 def test_seeds_of_competing_jobs_that_once_failed(seed: int):
     result = simulate.run_seed(seed)
     assert {result.outcome, *result.others} == {"finished"}
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        20158,  # The referee: a step while the word of the rewind was on its way counted as kept.
+        20737,  # Likewise, and ranks died before their first step after it.
+        22507,  # A rank was stopped in the last step, and the others finished: nobody looked again.
+    ],
+)
+def test_seeds_with_operators_that_once_failed(seed: int):
+    assert simulate.run_seed(seed).outcome == "finished"
+
+
+def _given_up(seed: int = 8) -> tuple[simulate.Simulation, list[Worker]]:
+    """All ranks of a job wait for its next step, and were given up this very moment."""
+    simulation, _ = _finished_run(seed)
+    group, agent = simulation.group(TRAIN), simulation.agents()[0]
+    agent.up = agent.runs = agent.linked = True
+    agent.cut = False
+    generation = Generation(group.newest + 1)
+    agent.workers = [
+        Worker(TRAIN, Seat(Rank(rank), agent.node, rank, 0), generation, "training", boundary=9)
+        for rank in range(group.size)
+    ]
+    for worker in agent.workers:
+        worker.state = state_at(group.held(worker.rank), 9)
+    group.waiting = {generation: {worker.rank: worker for worker in agent.workers}}
+    group.committed = 6
+    group.outdate(Generation(generation + 1))
+    return simulation, agent.workers
+
+
+def test_steps_of_those_who_have_yet_to_hear_that_they_were_given_up_are_not_kept():
+    simulation, workers = _given_up()
+    group = simulation.group(TRAIN)
+    group.meet(workers[0].generation)
+    assert not group.waiting, "they made their step"
+    assert group.committed == 6
+
+
+def test_the_referee_sees_who_was_told_of_its_end_and_trains():
+    simulation, workers = _given_up()
+    simulation._now += 0.1
+    with pytest.raises(AssertionError, match="was given up, and trains"):
+        simulation.group(TRAIN).meet(workers[0].generation)
+    simulation, workers = _given_up()
+    simulation._now += 0.1
+    simulation.agents()[0].session += 1  # The word was lost with its stream.
+    simulation.group(TRAIN).meet(workers[0].generation)
+
+
+def test_what_was_given_up_counts_again_when_the_journal_has_forgotten_it():
+    simulation, workers = _given_up()
+    group = simulation.group(TRAIN)
+    group.reinstate(workers[0].generation)
+    group.meet(workers[0].generation)
+    assert group.committed == 9
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Container
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -314,6 +316,86 @@ def test_what_stood_still_before_the_last_step_is_no_hang_after_it():
         brain.step(cluster, events.Tick(), moment)
     assert job.migration is None
     assert job.incident is None
+
+
+def last_one(rank: int = 2, rules: int = 1) -> state.Cluster:
+    """All ranks but the last have finished."""
+    cluster = running()
+    cluster.rules = rules
+    for seat in cluster.jobs[JOB].roster.seats[:rank]:
+        finish(cluster, seat.rank, 10.0)
+    return cluster
+
+
+def finish(cluster: state.Cluster, rank: int, now: float) -> brain.Decision:
+    job = cluster.jobs[JOB]
+    seat = job.roster.seats[rank]
+    told = (seat.node, JOB, Sign.FINISHED, seat.rank, seat.incarnation, job.generation, 60)
+    return brain.step(cluster, wire.Observed(*told), now)
+
+
+def stand_still(cluster: state.Cluster, stopped: Container[int], now: float, *ranks: int) -> None:
+    """As agents tell it again and again."""
+    job = cluster.jobs[JOB]
+    for again in range(4):
+        for rank in ranks:
+            seat = job.roster.seats[rank]
+            facts = (wire.StallFact(seat.rank, seat.incarnation, 59, 5, rank in stopped),)
+            stalled = wire.Stalled(seat.node, JOB, job.generation, facts, 5.0)
+            brain.step(cluster, stalled, now + again / 2)
+        brain.step(cluster, events.Tick(), now + again / 2 + 0.1)
+        if job.migration is not None:
+            return
+
+
+def test_one_that_is_stopped_when_all_others_have_finished_is_an_incident():
+    cluster = last_one()
+    job = cluster.jobs[JOB]
+    stand_still(cluster, {2}, 12.0, 2)
+    assert job.migration is not None
+    assert not job.migration.fences, "its state is the last: it gets time before it is killed"
+    assert set(job.migration.gone) | set(job.migration.fresh) == {0, 1}
+    assert "rank 2 on n2 is stopped, and all others have finished" in job.incident.story[0].why
+    for moment in range(13, 400):
+        brain.step(cluster, events.Tick(), float(moment))
+    assert job.fallbacks or job.state.over, "it never woke: it is given up, by name"
+
+
+def test_one_that_wakes_and_finishes_after_all_others_ends_the_job():
+    cluster = last_one()
+    stand_still(cluster, {2}, 12.0, 2)
+    finish(cluster, 2, 14.0)
+    job = cluster.jobs[JOB]
+    assert (job.state, job.fallbacks) == (JobState.FINISHED, 0)
+
+
+def test_one_that_is_busy_after_its_last_step_is_left_alone():
+    cluster = last_one()
+    stand_still(cluster, (), 12.0, 2)
+    assert cluster.jobs[JOB].migration is None
+    # Nor is anybody killed while somebody still does what follows the last step.
+    cluster = last_one(rank=1)
+    stand_still(cluster, {2}, 12.0, 2)
+    assert cluster.jobs[JOB].migration is None
+    # When that one stands still as well, it waits for the one that is stopped.
+    stand_still(cluster, {2}, 14.0, 2, 1)
+    assert set(cluster.jobs[JOB].migration.fences) == {2}
+
+
+def test_one_that_dies_after_all_others_have_finished_begins_a_new_run():
+    cluster = last_one()
+    brain.step(cluster, death(cluster, 2, step=60), 12.0)
+    job = cluster.jobs[JOB]
+    assert (job.fallbacks, job.migration.phase) == (1, Phase.RESUME)
+    assert not job.migration.through, "they finished the run before this one"
+
+
+def test_by_the_rules_of_before_a_stop_after_the_last_step_is_ignored():
+    cluster = last_one(rules=0)
+    stand_still(cluster, {2}, 12.0, 2)
+    assert cluster.jobs[JOB].migration is None
+    brain.step(cluster, death(cluster, 2, step=60), 20.0)
+    assert not cluster.jobs[JOB].migration.through
 
 
 def told(decision: brain.Decision, kind: type) -> list:

@@ -105,6 +105,9 @@ class Referee:
             left = re.search(r"steps after boundary (\d+) are lost", why)
             start = int(left[1]) if left else max(job.published_step, 0)
             group.committed = min(group.committed, start)
+            if moving is not None and moving.phase is Phase.FALLBACK:
+                # There is no room to start anew yet, and all are told to end.
+                group.outdate(Generation(job.generation + 1))
         if job.state.over and not account.over:
             last = self.arena.cluster.closed[-1:]
             if job.state is JobState.SAVED and last and last[0].outcome == "fallback":
@@ -400,6 +403,7 @@ class Referee:
             if (job := cluster.jobs.get(name)) is not None:
                 account.fallbacks, account.cold_generation = job.fallbacks, job.generation
                 account.over, account.loan = job.state.over, job.loan
+                self.arena.group(name).reinstate(job.generation)
 
     def _all_well(self, job: Job) -> bool:
         """Whether the cluster as it is could hold the job, if nobody else were there."""

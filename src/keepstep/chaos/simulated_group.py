@@ -17,6 +17,9 @@ from keepstep.model import Generation, JobId, Move, NodeId, Phase, Rank, Sign
 from keepstep.portion import name_of
 from keepstep.wire import Apply, Home, Reform, Save
 
+ORDER_SECONDS_MAX = 0.01
+"""So long an order is on its way to an agent whose stream stands."""
+
 
 @dataclass(slots=True)
 class Moving:
@@ -59,6 +62,9 @@ class Group:
         """Workers of older generations than this were given up, and others started anew."""
         self.unheard: set[Worker] = set()
         """Which of those nobody could tell so."""
+        self.told: dict[Worker, int] = {}
+        """The others, with the stream on which their agent is told."""
+        self.outdated_at = 0.0
         self.bad_saves = 0
         """How many of the next parts of a checkpoint cannot be written."""
 
@@ -75,12 +81,17 @@ class Group:
 
     def outdate(self, generation: Generation) -> None:
         """Everybody starts anew: older workers are given up, told so or not."""
-        self.outdated = generation
-        self.unheard = {
-            worker
+        self.outdated, self.outdated_at = generation, self.world.now()
+        self.told = {
+            worker: agent.session
             for worker in self.everybody()
-            if worker.alive and (self.agent(worker).cut or not self.agent(worker).linked)
+            if worker.alive and (agent := self.agent(worker)).linked and not agent.cut
         }
+        self.unheard = {w for w in self.everybody() if w.alive and w not in self.told}
+
+    def reinstate(self, generation: Generation) -> None:
+        """The journal has forgotten that anybody after these was started."""
+        self.outdated = min(self.outdated, generation)
 
     # ------------------------------------------------------------ a step
 
@@ -124,8 +135,7 @@ class Group:
         self.newest = generation
         (boundary,) = boundaries
         assert all(map(self.right, members)), "wrong state trains"
-        assert boundary >= self.committed, f"step {boundary} is computed again"
-        self.committed = boundary
+        self._commit(generation, boundary, members)
         del self.waiting[generation]
         for worker in members:
             if worker.first_step >= 0 and boundary > worker.first_step:
@@ -134,6 +144,17 @@ class Group:
             delay = self.world.random.uniform(0.03, 0.09)
             then = self._vote if self.sharded else self._apply
             self.world.later(delay, lambda w=worker, t=then: t(w, generation, boundary))  # type: ignore[misc]
+
+    def _commit(self, generation: Generation, boundary: int, members: Sequence[Worker]) -> None:
+        """All steps before this one are made. Of those who were given up it counts for nothing: it
+        is lost with the rest of what they made, and they make it only while their end is still on
+        its way to them."""
+        if generation >= self.outdated:
+            assert boundary >= self.committed, f"step {boundary} is computed again"
+            self.committed = boundary
+        elif self.world.now() > self.outdated_at + ORDER_SECONDS_MAX:
+            told = [w.seat for w in members if self.told.get(w) == self.agent(w).session]
+            assert not told, f"{told[0]} was given up, and trains"
 
     def _able(self, worker: Worker, generation: Generation) -> bool:
         agent = self.agent(worker)

@@ -421,15 +421,15 @@ def _stalled(turn: Turn, job: Job, event: Stalled) -> None:
     if policy.stands_still(turn.cluster, job):
         turn.ignore(f"stall on {event.node} ignored: the cluster is frozen")
         return
-    if job.finished:
-        turn.ignore(f"stall on {event.node} ignored: {job.spec.job} has made its last step")
-        return
     if event.generation != job.generation or not _listens(job):
         turn.ignore(f"stall of generation {event.generation} ignored: {job.spec.job} moved on")
         return
     own = tuple(fact for fact in event.ranks if _sits(job, event.node, fact.rank))
     if not own:
         turn.ignore(f"stall of ranks that are not on {event.node} ignored")
+        return
+    if job.finished and not incidents.last_ones_stopped(turn.cluster, job, own):
+        turn.ignore(f"stall on {event.node} ignored: {job.spec.job} has made its last step")
         return
     incidents.note_stalled(job, replace(event, ranks=own), turn.now)
     turn.touched = True

@@ -6,13 +6,13 @@ They never order anything; they return a Fault, or None while there is nothing t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from keepstep.model import CHECK_STEPS, NodeId, Rank, Sign
-from keepstep.orchestrator import policy
-from keepstep.orchestrator.state import DETAIL_CHARS_MAX, Cause, Job, Stall
-from keepstep.wire import Observed, Stalled
+from keepstep.orchestrator import policy, rules
+from keepstep.orchestrator.state import DETAIL_CHARS_MAX, Cause, Cluster, Job, Stall
+from keepstep.wire import Observed, Stalled, StallFact
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,14 @@ def broken_due(job: Job, now: float) -> Fault | None:
     return Fault((cause,), f"{job.broken_why}; no culprit within {policy.BROKEN_SECONDS_MAX:g} s")
 
 
+def last_ones_stopped(cluster: Cluster, job: Job, facts: Iterable[StallFact]) -> bool:
+    """Others have finished. Who stands still may be busy with what follows the last step, unless it
+    or somebody for whom it may wait is stopped."""
+    stopped = any(fact.stopped for fact in facts if fact.rank not in job.finished)
+    stopped = stopped or any(stall.stopped for stall in job.stalls.values())
+    return stopped and rules.last_ones_count(cluster)
+
+
 def note_stalled(job: Job, event: Stalled, now: float) -> None:
     """Collect who stands still. Other numbers than before: that rank moved, and its record is new.
 
@@ -154,7 +162,9 @@ def stall_due(job: Job, now: float, *, ticking: bool) -> Fault | None:
         job.stalls = fresh
         job.stalls_at = min((s.at for s in fresh.values()), default=-1.0)
     stopped = sorted(rank for rank, stall in fresh.items() if stall.stopped)
-    if len(fresh) < expected and not (stopped and settled):
+    # Of the last ones somebody may still be at work on what follows the last step.
+    early = job.finished or not (stopped and settled)
+    if (len(fresh) < expected and early) or (job.finished and not stopped):
         return None
     return _laggards(job, fresh, stopped)
 
@@ -165,7 +175,11 @@ def _laggards(job: Job, stalls: dict[Rank, Stall], stopped: list[Rank]) -> Fault
     # Only who has come least far: those between it and the front wait for it as well.
     behind = sorted(rank for rank, stall in stalls.items() if stall.launched == least)
     culprits = stopped or (behind if len(behind) < len(stalls) else [])
-    if not culprits or 2 * len(culprits) > len(job.roster.seats):
+    # Who has finished took its state along: it is not among the many that the few hold up.
+    too_many = 2 * len(culprits) > len(job.roster.seats) - len(job.finished)
+    if culprits and too_many and job.finished:
+        return _last_ones(job, culprits)
+    if not culprits or too_many:
         # Most ranks behind a few: killing the many would kill the state. Nobody is named.
         cause = Cause(Sign.HANG, step=job.step, detail="no laggard among the ranks")
         return Fault((cause,), f"all {len(stalls)} ranks stand still and no few of them lag behind")
@@ -178,3 +192,16 @@ def _laggards(job: Job, stalls: dict[Rank, Stall], stopped: list[Rank]) -> Fault
     how = "is stopped" if stopped else "lags behind the others"
     step = stalls[culprits[0]].step
     return Fault(causes, f"rank {named} {how} at step {step}", kill=tuple(culprits))
+
+
+def _last_ones(job: Job, stopped: list[Rank]) -> Fault:
+    """Only they are left, and their state is the last: nobody is killed before they had time."""
+    assert job.roster is not None
+    seats = job.roster.seats
+    named = ", ".join(f"{rank} on {seats[rank].node}" for rank in stopped[:8])
+    why = f"rank {named} is stopped, and all others have finished"
+    causes = tuple(
+        Cause(Sign.HANG, rank, seats[rank].node, seats[rank].incarnation, job.stalls[rank].step)
+        for rank in stopped
+    )
+    return Fault(causes, why)

@@ -76,7 +76,7 @@ def start_waiting(turn: Turn) -> None:
         for job in map(cluster.jobs.__getitem__, cluster.open_jobs)
         if job.state is JobState.WAITING or (job.state is JobState.PARKED and _due(turn, job))
         if first is None or job.spec.priority > first
-        if not _may_run(turn, job)
+        if not may_run(turn, job)
     ]
     for job in sorted(waiting, key=lambda j: _order(turn, j)):
         seats = place(turn, job)
@@ -100,7 +100,7 @@ def start_waiting(turn: Turn) -> None:
         spares.refill(turn, job)
 
 
-def _may_run(turn: Turn, job: Job) -> bool:
+def may_run(turn: Turn, job: Job) -> bool:
     """Whether it may run already, though the journal has it waiting: then that one is behind.
 
     Only agents know, so a job of an earlier term waits a little for those that have yet to come.
@@ -217,6 +217,8 @@ def start_cold(turn: Turn, job: Job, seats: list[Seat]) -> None:
     job.step_seconds = 0.0
     migration.cold = True
     migration.gone, migration.fresh, migration.fences = {}, {}, {}
+    if rules.last_ones_count(turn.cluster):
+        migration.through = {}  # That was the run before.
     change_phase(turn, job, Phase.RESUME)
     orders.tell(turn, job)
 

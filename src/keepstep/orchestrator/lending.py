@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from keepstep.model import JobState, Seat
-from keepstep.orchestrator import launch, placing, planned, policy, saving, seating, spares
+from keepstep.orchestrator import launch, placing, planned, policy, rules, saving, seating, spares
 from keepstep.orchestrator.state import Job, Loan
 from keepstep.orchestrator.turn import Turn
 
@@ -44,6 +44,8 @@ def tick(turn: Turn) -> None:
         over = job.state is JobState.PARKED and launch.lending_is_over(job, turn.now)
         if not over or job.loan is None or job.unsure is not None:
             continue
+        if rules.lenders_are_sure(turn.cluster) and launch.may_run(turn, job):
+            continue  # It could not be started yet, and its borrower would wait with it.
         borrower = turn.cluster.jobs.get(job.loan.borrower)
         if borrower is None or not _can_park(borrower) or launch.place(turn, job):
             continue

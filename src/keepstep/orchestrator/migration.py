@@ -119,7 +119,7 @@ def _fault(turn: Turn, job: Job, fault: Fault) -> None:
         incident.recoveries = migration.recoveries
     if migration.phase is Phase.RESUME and not fault.dead and not fault.kill:
         migration.idle += 1
-    seating.forget_finished(job, migration)
+    seating.forget_finished(turn, job, migration)
     for rank in fault.dead:
         seating.vacate(turn, job, rank, fault.why)
     for rank in fault.kill:

@@ -7,7 +7,9 @@ with the number of its leader's newest rules, and what came before is decided as
 
     0   of before there were numbers
     1   a job in doubt keeps room, a turn or its lender from nobody, and what it has is not given
-        away either: it may be a living rank
+        away either: it may be a living rank; of a job whose other ranks have finished, one that is
+        stopped counts as standing still, and those who had finished count as through; nobody is
+        parked for a lender that has to wait for agents which may know of it
 
 A release that raises NEWEST raises events.VERSION, too: no earlier one follows what it does not
 know.
@@ -21,6 +23,14 @@ NEWEST = 1
 
 
 def doubts_stand_aside(cluster: Cluster) -> bool:
+    return cluster.rules >= 1
+
+
+def last_ones_count(cluster: Cluster) -> bool:
+    return cluster.rules >= 1
+
+
+def lenders_are_sure(cluster: Cluster) -> bool:
     return cluster.rules >= 1
 
 

@@ -47,7 +47,7 @@ def _begin(turn: Turn, job: Job, purpose: str) -> Migration:
     name = MigrationId(f"m{turn.cluster.next()}")
     migration = Migration(name, "planned", purpose, Phase.ALLOCATE, turn.now, turn.now)
     job.migration = migration
-    seating.forget_finished(job, migration)
+    seating.forget_finished(turn, job, migration)
     return migration
 
 

@@ -193,8 +193,10 @@ def waiting(job: Job) -> tuple[Seat, ...]:
     return (*migration.coming.values(), *migration.leavers.values())
 
 
-def forget_finished(job: Job, migration: Migration) -> None:
+def forget_finished(turn: Turn, job: Job, migration: Migration) -> None:
     """Ranks that have left in good order take their state with them: they have to come back."""
+    if rules.last_ones_count(turn.cluster):
+        migration.through |= job.finished
     for rank in job.finished:
         migration.gone[rank] = "it had finished"
         migration.fresh.pop(rank, None)

@@ -244,7 +244,7 @@ class Migration:
     leavers: dict[Rank, Seat] = field(default_factory=dict)
     """Planned: the old seats, with their workers waiting in case the new ones fail."""
     through: dict[Rank, int] = field(default_factory=dict)
-    """Ranks whose workers ended in good order while others were still asked to stop."""
+    """Ranks whose workers ended in good order, before it or while others were asked to stop."""
     spared_until: float = 0.0
     """Nobody is late before this: the leader changed, or the cluster was frozen, and agents have to
     come back before their ranks can report."""
