@@ -78,6 +78,7 @@ def test_seeds_that_once_failed(seed: int):
         914,  # A job saved and left while a joiner was on its way: nobody ended that one.
         1298,  # The only rank with state was late, and was killed for it.
         3116,  # Sharded: nobody had told its portions yet, and a node was moved as a whole.
+        20054,  # A domain was to move as a whole, and who was to keep the state had stopped.
         20207,  # The last who held state was killed 20 ms after its agent had come back.
     ],
 )

@@ -83,6 +83,91 @@ def killed(decision: brain.Decision) -> list[tuple[Rank, str]]:
     return [(seat.rank, str(seat.node)) for fence in fences for seat in fence.seats]
 
 
+def test_nobody_is_killed_for_its_domain_before_the_others_have_spoken():
+    """Simulator, seed 20054: the others were one rank, which had stopped, and nobody knew yet."""
+    cluster = running()
+    assert not killed(lose(cluster, 1, 2.0))
+    assert not killed(say(cluster, 0, 2.4))
+    assert killed(say(cluster, 2, 2.5)) == [(Rank(0), "n0")]
+
+
+def test_if_the_others_do_not_answer_it_is_they_who_are_replaced():
+    cluster = running()
+    lose(cluster, 1, 2.0)
+    say(cluster, 0, 2.4)
+    late = brain.step(cluster, events.Tick(), 8.0)
+    assert "rank 2 did not report quiesce in time: replaced" in late.why
+    assert killed(late) == [(Rank(2), "n2")]
+
+
+def test_by_the_rules_of_before_the_rest_of_a_domain_goes_at_once():
+    assert killed(lose(running(0), 1, 2.0)) == [(Rank(0), "n0")]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [({"intact": False}, "no surviving rank holds whole state"), ({"at": -1}, "no surviving rank")],
+)
+def test_nobody_moves_along_if_the_others_do_not_hold_all_state(said: dict[str, int], why: str):
+    cluster = running()
+    lose(cluster, 1, 2.0)
+    say(cluster, 0, 2.4)
+    found = say(cluster, 2, 2.5, **said)  # type: ignore[arg-type]
+    assert f"nobody else moves for rank 1: {why}" in found.why
+    assert not killed(found)
+    job = job_of(cluster)
+    assert job.state is JobState.HELD
+    # They are not asked again and again: what they said stands.
+    before = job.generation
+    for i in range(20):
+        assert not killed(brain.step(cluster, events.Tick(), 3.0 + i / 10))
+    assert job_of(cluster).generation == before
+
+
+def test_where_places_come_late_they_are_asked_again():
+    cluster = running(spares=0)
+    lose(cluster, 1, 2.0)
+    assert job_of(cluster).state is JobState.HELD
+    for rank in (0, 2):
+        say(cluster, rank, 2.5)
+    before = job_of(cluster).generation
+    hello(cluster, 3, "c", 30.0)
+    found = hello(cluster, 4, "c", 30.0)
+    assert "first the others say what they hold" in found.why
+    assert not killed(found)
+    assert job_of(cluster).generation == before + 1
+    say(cluster, 0, 30.1)
+    assert killed(say(cluster, 2, 30.2)) == [(Rank(0), "n0")]
+
+
+def test_what_was_said_before_a_freeze_is_asked_again_after_it():
+    cluster = running()
+    lose(cluster, 1, 2.0)
+    brain.step(cluster, events.FreezeAsked("a switch is replaced"), 2.4)
+    for rank in (0, 2):
+        assert not killed(say(cluster, rank, 2.5))
+    found = brain.step(cluster, events.UnfreezeAsked(), 50.0)
+    assert "first the others say what they hold" in found.why
+    assert not killed(found)
+    say(cluster, 0, 50.1)
+    assert killed(say(cluster, 2, 50.2)) == [(Rank(0), "n0")]
+
+
+def test_while_they_are_asked_nobody_below_takes_their_places():
+    cluster = running()
+    lower = JobSpec(JobId("lower"), "t.py", nodes=2, priority=-1)
+    lose(cluster, 1, 2.0)
+    brain.step(cluster, events.Submitted(lower), 2.4)
+    assert cluster.jobs[JobId("lower")].state is JobState.WAITING
+    say(cluster, 0, 2.5)
+    say(cluster, 2, 2.5)
+    brain.step(cluster, wire.Observed(NodeId("n0"), JOB, Sign.EXIT, Rank(0), 0), 2.6)
+    assert {seat.node for seat in job_of(cluster).roster.seats} == {"n2", "n3", "n4"}
+
+
+# ---------------------------------------------------------------- who comes back
+
+
 def away_and_late(newest: int = rules.NEWEST) -> state.Cluster:
     """The groups are formed anew, and rank 2's agent comes back just before its time is over."""
     cluster = running(newest)

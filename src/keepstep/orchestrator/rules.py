@@ -7,7 +7,9 @@ with the number of its leader's newest rules, and what came before is decided as
 
     0   of before there were numbers
     1   a job in doubt keeps room, a turn or its lender from nobody, and what it has is not given
-        away either: it may be a living rank; who comes back in the middle of a phase gets its time
+        away either: it may be a living rank; nobody is killed for the sake of its unit before
+        those who stay have said that they hold all state; and who comes back in the middle of a
+        phase gets its time
 
 A release that raises NEWEST raises events.VERSION, too: no earlier one follows what it does not
 know.
@@ -21,6 +23,10 @@ NEWEST = 1
 
 
 def doubts_stand_aside(cluster: Cluster) -> bool:
+    return cluster.rules >= 1
+
+
+def asks_before_killing(cluster: Cluster) -> bool:
     return cluster.rules >= 1
 
 
