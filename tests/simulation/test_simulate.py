@@ -79,6 +79,8 @@ def test_seeds_that_once_failed(seed: int):
         1298,  # The only rank with state was late, and was killed for it.
         3116,  # Sharded: nobody had told its portions yet, and a node was moved as a whole.
         31055,  # A borrower was parked for a lender that had to wait for an agent after a takeover.
+        20054,  # A domain was to move as a whole, and who was to keep the state had stopped.
+        20207,  # The last who held state was killed 20 ms after its agent had come back.
     ],
 )
 def test_seeds_of_competing_jobs_that_once_failed(seed: int):

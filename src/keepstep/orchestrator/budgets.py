@@ -14,7 +14,7 @@ those that wait would kill the state with them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.model import NodeId, Phase, Rank, Sign
@@ -25,6 +25,8 @@ from keepstep.wire import SeatReport
 
 AGREE_SECONDS_MAX = 10.0
 """Workers answer from a thread of their own, at once; the leavers' move does not wait for more."""
+WAITS = (Phase.QUIESCE, Phase.HOLD, Phase.REFORM, Phase.RESUME, Phase.SAVE)
+"""Phases in which nobody trains before all ranks have reported."""
 BYTES_PER_SECOND_ASSUMED = 100e6
 """Until a transfer has been measured: a gigabit link that does what it should."""
 
@@ -57,6 +59,23 @@ def spare(job: Job, until: float) -> None:
     """Agents come back by then at the latest: from there on ranks have one budget to report."""
     if job.migration is not None:
         job.migration.spared_until = until + _steps(job)
+
+
+def came_back(job: Job, ranks: Iterable[Rank], now: float) -> bool:
+    """The agent of these ranks is back in the middle of a phase: those of them that are waited for
+    have yet to hear what it is, and get one budget from here on. False: none is.
+
+    Not for ever: an agent may come and go, and somebody else may be the one who hangs.
+    """
+    moving = job.migration
+    if moving is None or moving.phase not in WAITS:
+        return False
+    if now >= moving.phase_at + job.spec.policy.hold_seconds_max:
+        return False
+    if all(rank in moving.reports or rank in moving.gone for rank in ranks):
+        return False
+    moving.spared_until = max(moving.spared_until, now + _steps(job))
+    return True
 
 
 def moving(job: Job, bytes_moved: int) -> Budget:

@@ -30,6 +30,7 @@ from keepstep.orchestrator import (
     policy,
     portions,
     reports,
+    rules,
     saving,
     seating,
     spares,
@@ -124,7 +125,9 @@ def _fault(turn: Turn, job: Job, fault: Fault) -> None:
         seating.vacate(turn, job, rank, fault.why)
     for rank in fault.kill:
         migration.fences[rank] = in_migration(job)[1].seats[rank].incarnation
-    seating.take_along(turn, job, {*fault.dead, *fault.kill})
+    if not rules.asks_before_killing(turn.cluster):
+        others = seating.companions(turn, job, {*fault.dead, *fault.kill})
+        seating.take_along(turn, job, others)
     _after_fault(turn, job, fault)
 
 
@@ -209,6 +212,9 @@ def _thawed(turn: Turn, job: Job) -> None:
     if TABLE[migration.phase].counts is None:
         orders.tell(turn, job)
         allocate.if_ready(turn, job)
+    elif migration.phase is Phase.QUIESCE and migration.gone and not migration.saves:
+        # What those who stay said before may be old by now: they are asked again.
+        allocate.begin(turn, job)
     elif migration.reports:
         _weigh(turn, job, alike.distinct(migration.reports.values()))
 
@@ -218,6 +224,9 @@ def _complete(turn: Turn, job: Job) -> None:
     migration, now = in_migration(job)
     warming = migration.phase is Phase.WARM
     awaited = len(migration.coming) if warming else len(now.seats) - len(migration.gone)
+    if migration.phase is Phase.QUIESCE and migration.gone:
+        # Those who stay are asked what they hold. Who is only about to join holds nothing.
+        awaited -= len(migration.fresh)
     # Leavers are a way back: a frozen cluster does not let go of them.
     kept = migration.leavers and policy.stands_still(turn.cluster, job)
     if len(migration.reports) >= awaited and not kept:
@@ -261,6 +270,8 @@ def _plan(turn: Turn, job: Job) -> None:
             saving.save(turn, job)
         return
     if migration.gone:
+        if migration.phase is Phase.QUIESCE and not catching_up.begin(turn, job):
+            allocate.answered(turn, job)
         return
     if too_early := planning.too_early(job, migration):
         launch.fall_back(turn, job, f"{too_early}, so nothing is lost", outcome="restart")

@@ -25,6 +25,7 @@ from keepstep.orchestrator import (
     planned,
     reconcile,
     roster,
+    rules,
     slots,
     spares,
     suspicion,
@@ -79,9 +80,24 @@ def hello(turn: Turn, event: Hello) -> None:
         job = cluster.jobs.get(name)
         if job is not None and not job.state.over and job.unsure is None:
             orders.tell(turn, job, only=event.node)
+    _give_time(turn, state)
     _stop_again(turn, event)
     reconcile.settle_all(turn)
     slots.index(cluster, state)
+
+
+def _give_time(turn: Turn, state: NodeState) -> None:
+    """Who comes back in the middle of a phase: its ranks are not late at once."""
+    if not rules.waits_for_returned(turn.cluster):
+        return
+    ranks: dict[JobId, list[Rank]] = {}
+    for user in state.uses.values():
+        if user.rank >= 0 and not user.fenced and _trains(turn.cluster, user):
+            ranks.setdefault(user.job, []).append(user.rank)
+    for name, here in sorted(ranks.items()):
+        job = turn.cluster.jobs[name]
+        if job.unsure is None and budgets.came_back(job, here, turn.now):
+            turn.touched = True
 
 
 def _stop_again(turn: Turn, event: Hello) -> None:
@@ -329,6 +345,7 @@ def heard(turn: Turn, state: NodeState) -> None:
         if state.linked:
             turn.cluster.doubtful.pop(state.node, None)
         turn.note(f"node {state.node} is heard again")
+        _give_time(turn, state)
         if alone:
             one_is_heard(turn)
 

@@ -125,7 +125,7 @@ def _tell_quiesce(turn: Turn, job: Job, migration: Migration, only: NodeId | Non
     why = incident.story[0].why if incident and incident.story else migration.purpose
     known = membership(turn.cluster, job.roster)
     # While some seats are empty, or if all will save and go, there is nothing to form.
-    forms = migration.phase is Phase.QUIESCE and not migration.saves
+    forms = migration.phase is Phase.QUIESCE and not migration.saves and not migration.gone
     # Joiners first: they have the longer way to the boundary.
     for rank in sorted(migration.fresh):
         seat = job.roster.seats[rank]

@@ -37,11 +37,12 @@ def too_early(job: Job, migration: Migration) -> str:
     return ""
 
 
-def judge(job: Job) -> roster.Verdict:
-    """Whose state counts, by the reports of this phase."""
+def judge(job: Job, reports: Mapping[Rank, SeatReport] | None = None) -> roster.Verdict:
+    """Whose state counts, by the reports of this phase, or by these of them."""
     migration, now = in_migration(job)
+    said = migration.reports if reports is None else reports
     known = tuple(sorted(job.portions))
-    return roster.judge(migration.reports, len(now.seats), known, told=job.portions_told)
+    return roster.judge(said, len(now.seats), known, told=job.portions_told)
 
 
 def reform(turn: Turn, job: Job, verdict: roster.Verdict) -> Plan:

@@ -9,7 +9,9 @@ with the number of its leader's newest rules, and what came before is decided as
     1   a job in doubt keeps room, a turn or its lender from nobody, and what it has is not given
         away either: it may be a living rank; of a job whose other ranks have finished, one that is
         stopped counts as standing still, and those who had finished count as through; nobody is
-        parked for a lender that has to wait for agents which may know of it
+        parked for a lender that has to wait for agents which may know of it, nor killed for the
+        sake of its unit before those who stay have said that they hold all state; and who comes
+        back in the middle of a phase gets its time
 
 A release that raises NEWEST raises events.VERSION, too: no earlier one follows what it does not
 know.
@@ -31,6 +33,14 @@ def last_ones_count(cluster: Cluster) -> bool:
 
 
 def lenders_are_sure(cluster: Cluster) -> bool:
+    return cluster.rules >= 1
+
+
+def asks_before_killing(cluster: Cluster) -> bool:
+    return cluster.rules >= 1
+
+
+def waits_for_returned(cluster: Cluster) -> bool:
     return cluster.rules >= 1
 
 

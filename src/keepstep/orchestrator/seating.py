@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from keepstep.model import JobState, Phase, Rank, Seat
@@ -61,11 +61,16 @@ def allocating(cluster: Cluster) -> int | None:
         (
             job.spec.priority
             for job in map(cluster.jobs.__getitem__, cluster.open_jobs)
-            if (moving := job.migration) and moving.phase is Phase.ALLOCATE and not moving.saves
+            if (moving := job.migration) and _shall_seat(moving)
             if not rules.aside(cluster, job)
         ),
         default=None,
     )
+
+
+def _shall_seat(migration: Migration) -> bool:
+    asked = migration.phase is Phase.QUIESCE and bool(migration.gone)
+    return (migration.phase is Phase.ALLOCATE or asked) and not migration.saves
 
 
 def lost(job: Job) -> str:
@@ -103,6 +108,19 @@ def allocated_why(job: Job, chosen: list[str], holding: bool) -> str:
     return f"same seats, groups formed anew in generation {job.generation}"
 
 
+def asked_why(job: Job, along: set[Rank]) -> str:
+    migration = job.migration
+    assert migration is not None
+    return (
+        f"rank {listed(migration.gone)} moves together with rank {listed(along)}: first the "
+        f"others say what they hold, in generation {job.generation}"
+    )
+
+
+def listed(ranks: Collection[Rank]) -> str:
+    return ", ".join(map(str, sorted(ranks)[:8])) + (" …" if len(ranks) > 8 else "")
+
+
 def vacate(turn: Turn, job: Job, rank: Rank, why: str) -> None:
     """A seat's worker is gone. On a lost node the slot went with the node."""
     migration, now = in_migration(job)
@@ -118,23 +136,28 @@ def vacate(turn: Turn, job: Job, rank: Rank, why: str) -> None:
     migration.gone[rank] = why
 
 
-def take_along(turn: Turn, job: Job, ranks: set[Rank]) -> bool:
+def companions(turn: Turn, job: Job, ranks: set[Rank]) -> set[Rank]:
     """What is replaced as a whole goes with these ranks: the rest of their node or domain.
 
-    Only if there is somewhere to go, and if somebody stays who holds state for sure. Otherwise they
-    hold, and it is looked at again with every change of room.
+    Only if there is somewhere to go, and if somebody stays who may hold state. Otherwise they hold,
+    and it is looked at again with every change of room.
     """
-    migration, now = in_migration(job)
+    migration, _ = in_migration(job)
     if not ranks or migration.saves or migration.cold:
-        return False
+        return set()
     others = placing.companions(placing.Search(turn.cluster, job, turn.now), ranks)
     others -= {*migration.gone, *migration.fences, *migration.leavers}
-    if not others or not _can_do_without(turn, job, others):
+    return others if others and _can_do_without(turn, job, others) else set()
+
+
+def take_along(turn: Turn, job: Job, others: set[Rank]) -> bool:
+    """Kill the companions of those who are gone: they move, too. False: there are none."""
+    migration, now = in_migration(job)
+    if not others:
         return False
     for rank in sorted(others):
         migration.fences[rank] = now.seats[rank].incarnation
-    listed = ", ".join(map(str, sorted(others)[:8])) + (" …" if len(others) > 8 else "")
-    turn.note(f"rank {listed} moves too: a node or domain is replaced as a whole", job)
+    turn.note(f"rank {listed(others)} moves too: a node or domain is replaced as a whole", job)
     return True
 
 
@@ -142,8 +165,9 @@ def _can_do_without(turn: Turn, job: Job, others: set[Rank]) -> bool:
     """There are places for them, perhaps lower jobs', and others hold state where nobody doubts."""
     migration, now = in_migration(job)
     away = {*migration.gone, *migration.fences, *others}
-    # Joiners hold no state before they are verified.
-    empty = set() if migration.phase is Phase.RESUME else set(migration.joined)
+    # Joiners hold no state before they are verified; or they say so, if they are asked.
+    asked = rules.asks_before_killing(turn.cluster)
+    empty = set() if asked or migration.phase is Phase.RESUME else set(migration.joined)
     doubtful = turn.cluster.doubtful
     unsure = {s.rank for s in now.seats if s.rank in away | empty or s.node in doubtful}
     if portions.in_the_dark(job) or portions.bereft(job, unsure):

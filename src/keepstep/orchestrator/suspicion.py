@@ -51,7 +51,6 @@ UNSEATED_SECONDS_MAX = 15.0
 """How long a silent node without a seat stays in the books while we suspect ourselves."""
 
 _SILENT_AT = attrgetter("silent_at")
-_WAITS = (Phase.QUIESCE, Phase.HOLD, Phase.REFORM, Phase.RESUME, Phase.SAVE)
 
 
 def doubted(turn: Turn) -> frozenset[NodeId]:
@@ -293,7 +292,7 @@ def excuses(turn: Turn, job: Job) -> bool:
     Not for ever: the others wait at a boundary, as long as they would wait for a spare.
     """
     cluster, moving = turn.cluster, job.migration
-    if not cluster.self_doubt or moving is None or moving.phase not in _WAITS:
+    if not cluster.self_doubt or moving is None or moving.phase not in budgets.WAITS:
         return False
     if turn.now >= moving.phase_at + job.spec.policy.hold_seconds_max:
         return False

@@ -80,14 +80,14 @@ start started starting starts stat state states status stays step steps still st
 story stray stream strings such supposed sure survives surviving survivors suspect suspected swap
 switch tag taint tainted taints take taken takes taking talk target targets tell tensor tensors
 term text than that the their them themselves then there these they this those thread threads
-through tie time timeout times tmpfs to told too took torch touched training transfer trouble true
-tuples turn twice two type ulimit uncovered under undrain unfound unfreeze unfrozen unique unit
-unknown unplanned unreaped unscales unset unsure untaint until up update updates upgrade use used
-user uses using value values verified verify version very vote vouching wait waited waiting waits
-wanted warm warming warning was watch watches wave way we weight-changed weights well were what
-when where whether which while who whoever whole whom whose why will wish with within without word
-words worker workers world would wrap writable write writes written wrong wrote xid yet
-zeroredundancyoptimizer
+through tie time timeout times tmpfs to together told too took torch touched training transfer
+trouble true tuples turn twice two type ulimit uncovered under undrain unfound unfreeze unfrozen
+unique unit unknown unplanned unreaped unscales unset unsure untaint until up update updates
+upgrade use used user uses using value values verified verify version very vote vouching wait
+waited waiting waits wanted warm warming warning was watch watches wave way we weight-changed
+weights well were what when where whether which while who whoever whole whom whose why will wish
+with within without word words worker workers world would wrap writable write writes written wrong
+wrote xid yet zeroredundancyoptimizer
 """
 
 WORDS = frozenset(_LIST.split())
