@@ -208,15 +208,20 @@ def segment(spec: str, args: argparse.Namespace, progress: Progress, limit: over
         directory = stack.enter_context(rig.scratch("steady"))
         # After the round, and not in its middle: what was measured by then is kept.
         signal.signal(signal.SIGTERM, lambda *_: limit.told_to_end.set())
-        gates = [
-            stack.enter_context(gated(name, arm, directory, args))
-            for name, arm in (("bare", "bare"), ("arm", spec), ("control", "bare"))
-        ]
+        bare, control = (
+            stack.enter_context(gated(name, "bare", directory, args))
+            for name in ("bare", "control")
+        )
+        for gate in (bare, control):
+            gate.job.run(overhead.WARM_STEPS)
+        step_seconds = bare.job.run(overhead.WARM_STEPS) / overhead.WARM_STEPS
+        # Last: from here on it never stands still for longer than the others' blocks take. What
+        # is measured may take a silence of five seconds for a fault.
+        arm = stack.enter_context(gated("arm", spec, directory, args))
+        arm.job.run(overhead.WARM_STEPS)
+        gates = [bare, arm, control]
         jobs = [gate.job for gate in gates]
-        for job in jobs:
-            job.run(overhead.WARM_STEPS)
-        step_seconds = jobs[0].run(overhead.WARM_STEPS) / overhead.WARM_STEPS
-        every = int(gates[1].arm.settings.get("every_steps", 1))
+        every = int(arm.arm.settings.get("every_steps", 1))
         block, lead = spread_block(step_seconds, every)
         rounds: list[dict[str, float]] = []
         while not limit.reached() and steps_in(quiet_ones(rounds, args)) < limit.steps:
