@@ -13,12 +13,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import keepstep
 from keepstep.errors import ConfigError
+from keepstep.training.forking import leave_garbage_alone
 from keepstep.training.loader import Cursor
 from keepstep.training.randomness import read_randomness, restore_randomness
 from keepstep.training.registry import Registry
 
 # torchdata calls it while torch deprecates it.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+# Groups of other tests may wait for their collection where these fork workers.
+leave_garbage_alone()
 
 
 class Drawing(Dataset[Any]):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from keepstep import sabotage
 from keepstep.errors import ConfigError, Fenced, Transient
-from keepstep.training import carried, checkpoint, halfway, standby, zero
+from keepstep.training import carried, checkpoint, forking, halfway, standby, zero
 from keepstep.training.aside import Aside
 from keepstep.training.groups import Groups
 from keepstep.training.holders import held_by, is_cut
@@ -476,6 +476,7 @@ def _init_groups(place: Place, backend: str, timeout: timedelta | None) -> None:
     global _groups
     if _groups is not None:
         raise ConfigError("keepstep.init_process_group was called twice")
+    forking.leave_garbage_alone()
     seconds = timeout or timedelta(seconds=GROUP_SECONDS_MAX)
     groups = Groups()
     rehearse = place.role != "worker"
