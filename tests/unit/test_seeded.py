@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
 
@@ -21,8 +22,13 @@ from keepstep.training.registry import Registry
 # torchdata calls it while torch deprecates it.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
-# Groups of other tests may wait for their collection where these fork workers.
 leave_garbage_alone()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_groups_of_other_tests() -> None:
+    """Here workers are forked, and groups that wait for their collection have threads."""
+    gc.collect()
 
 
 class Drawing(Dataset[Any]):

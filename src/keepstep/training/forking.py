@@ -15,4 +15,20 @@ def leave_garbage_alone() -> None:
     destructor waits for threads, which a forked child does not have: the first collection there
     hung, or was a segmentation fault.
     """
-    os.register_at_fork(after_in_child=gc.freeze)
+    collects = True
+
+    def before() -> None:
+        # What others do in the child before it is our turn may collect, too.
+        nonlocal collects
+        collects = gc.isenabled()
+        gc.disable()
+
+    def in_parent() -> None:
+        if collects:
+            gc.enable()
+
+    def in_child() -> None:
+        gc.freeze()
+        in_parent()
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
