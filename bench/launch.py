@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bench.workload.log import CLOCK, HOST, WALL
+from keepstep.detect import process
 from keepstep.errors import ConfigError, Permanent, Unreachable
 
 KEPT = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 32)}
@@ -240,20 +241,13 @@ def end_marked(directory: str, seconds_max: float = 10.0) -> int:
 
 def is_zombie(pid: int) -> bool:
     """Dead and not buried, or gone."""
-    return _state_of(pid) in ("Z", "")
+    reading = process.probe(pid)
+    return reading is None or reading.state == "Z"
 
 
 def is_stopped(pid: int) -> bool:
-    return _state_of(pid) == "T"
-
-
-def _state_of(pid: int) -> str:
-    """ "" if it is gone."""
-    try:
-        # The name in it may hold anything, brackets too.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+    reading = process.probe(pid)
+    return reading is not None and reading.state == "T"
 
 
 if __name__ == "__main__":

@@ -198,6 +198,20 @@ class Growing(nn.Module):
         return x
 
 
+def after_a_broken_attempt(
+    does: Callable[[Growing], Callable[[], object]], steps_before: int
+) -> tuple[Growing, Boundary]:
+    net = Growing()
+    boundary = bounded(net)
+    for _ in range(steps_before):
+        step(boundary, net)
+    net.does = does(net)
+    boundary.begin()
+    net(torch.zeros(1))
+    boundary.unwind()
+    return net, boundary
+
+
 def set_to(net: Growing, name: str, value: torch.Tensor | None) -> Callable[[], object]:
     return lambda: setattr(net, name, value)
 
@@ -218,14 +232,7 @@ def set_to(net: Growing, name: str, value: torch.Tensor | None) -> Callable[[], 
 def test_a_buffer_that_another_was_made_of_is_what_it_was(
     does: Callable[[Growing], Callable[[], object]], steps_before: int
 ) -> None:
-    net = Growing()
-    boundary = bounded(net)
-    for _ in range(steps_before):
-        step(boundary, net)
-    net.does = does(net)
-    boundary.begin()
-    net(torch.zeros(1))
-    boundary.unwind()
+    net, boundary = after_a_broken_attempt(does, steps_before)
     assert not boundary.torn
     assert net.table.equal(torch.arange(4.0).reshape(1, 4))
     assert net.table.shape == (1, 4)
@@ -318,14 +325,7 @@ def test_a_buffer_that_grew_is_told_of_when_it_is_put_back(
     does: Callable[[Growing], Callable[[], object]], told: str, steps_before: int
 ) -> None:
     """The program may have noted its size in an attribute, which nobody puts back."""
-    net = Growing()
-    boundary = bounded(net)
-    for _ in range(steps_before):
-        step(boundary, net)
-    net.does = does(net)
-    boundary.begin()
-    net(torch.zeros(1))
-    boundary.unwind()
+    net, boundary = after_a_broken_attempt(does, steps_before)
     assert boundary.shrunk == told
     net.does = lambda: None
     boundary.begin()
