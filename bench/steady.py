@@ -55,6 +55,8 @@ class Progress:
     """What is known of one arm, in the course of it: an end before its time takes nothing away."""
 
     rounds: list[dict[str, float]] = field(default_factory=list)
+    steps_us: dict[str, list[int]] = field(default_factory=dict)
+    """How long each step of rank 0 took in these rounds, by job."""
     alarms: list[str] = field(default_factory=list)
     failed: str = ""
 
@@ -110,10 +112,19 @@ def tell(spec: str, run: dict[str, Any]) -> None:
     print(
         f"{spec}: {run['steps_per_arm']} steps per arm, ratio {value:.4f} [{low:.4f}, "
         f"{high:.4f}], upper 95% {upper:.4f}, control {run['control'][0]:.4f}, processor time "
-        f"{run['processor'][0]:.4f}"
+        f"{run['processor'][0]:.4f} (control {run['processor_control'][0]:.4f}){fastest_told(run)}"
         f"{'' if run['valid'] else ': invalid: control off, steps missing, or see above'}",
         flush=True,
     )
+
+
+def fastest_told(run: dict[str, Any]) -> str:
+    """Steps that nobody disturbed, whatever the machine did in between. A step that waits for a
+    save is none of these."""
+    if not (fast := run["fastest_us"]):
+        return ""
+    by_bare = (fast[name] / fast["bare"] for name in ("arm", "control"))
+    return ", fastest steps {:.4f} (control {:.4f})".format(*by_bare)
 
 
 def options(line: Sequence[str] | None = None) -> argparse.Namespace:
@@ -148,7 +159,10 @@ def read_earlier(
         then, now = kept["options"][name], getattr(args, name)
         if then != now:
             raise Permanent(f"{path} was measured with --{name} {then}, not {now}")
-    found = {spec: Progress(run["rounds"], run["alarms"]) for spec, run in kept["runs"].items()}
+    found = {
+        spec: Progress(run["rounds"], run.get("rank0_steps_us", {}), run["alarms"])
+        for spec, run in kept["runs"].items()
+    }
     return found, [*kept["onto"], record.origin(kept)]
 
 
@@ -173,6 +187,10 @@ def summed_up(spec: str, args: argparse.Namespace, progress: Progress) -> dict[s
         "failed": progress.failed,
         "alarms": progress.alarms,
         "rounds": progress.rounds,
+        "rank0_steps_us": progress.steps_us,
+        "fastest_us": {
+            job: figures.percentile(micros, 10.0) for job, micros in progress.steps_us.items()
+        },
     }
     if not calm:
         return kept
@@ -180,14 +198,22 @@ def summed_up(spec: str, args: argparse.Namespace, progress: Progress) -> dict[s
     ratio = figures.ratio_of_sums([r["arm"] for r in calm], bare, args.seed)
     control = figures.ratio_of_sums([r["control"] for r in calm], bare, args.seed)
     used = [r["bare_processor"] for r in progress.rounds]
-    mine = [r["arm_processor"] for r in progress.rounds]
-    processor = figures.ratio_of_sums(mine, used, args.seed)
+    processor, processor_control = (
+        figures.ratio_of_sums([r[f"{job}_processor"] for r in progress.rounds], used, args.seed)
+        for job in ("arm", "control")
+    )
     enough = steps_in(calm) >= args.steps and not progress.alarms
     return kept | {
         "valid": enough and abs(control.value - 1) <= overhead.CONTROL_OFF_MAX,
         "ratio": [ratio.value, ratio.upper, ratio.low, ratio.high],
         "control": [control.value, control.upper, control.low, control.high],
         "processor": [processor.value, processor.upper, processor.low, processor.high],
+        "processor_control": [
+            processor_control.value,
+            processor_control.upper,
+            processor_control.low,
+            processor_control.high,
+        ],
     }
 
 
@@ -223,12 +249,18 @@ def segment(spec: str, args: argparse.Namespace, progress: Progress, limit: over
         jobs = [gate.job for gate in gates]
         every = int(arm.arm.settings.get("every_steps", 1))
         block, lead = spread_block(step_seconds, every)
+        for job in jobs:
+            # Those to get warm: neither their steps nor their processor time are anybody's.
+            job.blocks.clear()
         rounds: list[dict[str, float]] = []
         while not limit.reached() and steps_in(quiet_ones(rounds, args)) < limit.steps:
             rounds.append(overhead.one_round(jobs, block, lead, len(rounds)))
         # Before the end, while everything of it still runs.
         alarms = [alarm for gate in gates for alarm in gate.alarms()]
         progress.rounds += rounds
+        for job in jobs:
+            micros = [us for block in job.blocks for us in block["rank0_step_us"]]
+            progress.steps_us.setdefault(job.name, []).extend(micros)
         progress.alarms += alarms
 
 

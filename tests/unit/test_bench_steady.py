@@ -74,7 +74,7 @@ def test_steps_without_a_replica_and_ranks_started_again_are_alarms():
 
 
 def a_round(**more):
-    names = ("bare", "arm", "control", "bare_processor", "arm_processor")
+    names = ("bare", "arm", "control", "bare_processor", "arm_processor", "control_processor")
     return {**dict.fromkeys(names, 1.0), "steps": 40.0, "others": 0.0, **more}
 
 
@@ -160,3 +160,20 @@ def test_a_false_alarm_makes_an_arm_invalid():
     assert steady.summed_up("bare", args, progress)["valid"]
     progress.alarms.append("arm: 3 steps without all ranks")
     assert not steady.summed_up("bare", args, progress)["valid"]
+
+
+def test_the_fastest_steps_stand_beside_the_sums_and_are_carried_on(monkeypatch, kept, capsys):
+    def segment(spec, args, progress, limit):
+        progress.rounds.append(a_round())
+        for job, micros in (("bare", 100), ("arm", 103), ("control", 101)):
+            # One of two was disturbed, and none of the fastest is.
+            progress.steps_us.setdefault(job, []).extend([micros, 7 * micros] * 10)
+
+    line = ("--arms", "bare", "--segments", "1")
+    assert commanded(monkeypatch, segment, *line, "--steps", "40") == 0
+    assert "fastest steps 1.0300 (control 1.0100)" in capsys.readouterr().out
+    assert commanded(monkeypatch, segment, *line, "--onto", "f") == 0
+    assert len(kept[-1]["runs"]["bare"]["rank0_steps_us"]["arm"]) == 40
+    del kept[-1]["runs"]["bare"]["rank0_steps_us"]
+    assert commanded(monkeypatch, segment, *line, "--onto", "f", "--steps", "120") == 0
+    assert len(kept[-1]["runs"]["bare"]["rank0_steps_us"]["arm"]) == 20, "an older file has none"
