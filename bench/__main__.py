@@ -4,7 +4,7 @@
     python -m bench run kills --arms checkpoint_restart:sync@5,keepstep --workload fsdp
     python -m bench compare A.json.gz B.json.gz
     python -m bench matrix [--list]
-    python -m bench table [FILE…] [--write README.md]
+    python -m bench table [FILE…] [--write README.md docs/side-by-side.md]
     python -m bench page FILE
 
 See docs/benchmarks.md.
@@ -59,7 +59,12 @@ def options() -> argparse.Namespace:
         "files", nargs="*", type=Path, help="default: every raw result that is fit for it"
     )
     table.add_argument(
-        "--write", type=Path, metavar="DOCUMENT", help="put them between its markers"
+        "--write",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DOCUMENT",
+        help="put those that its mark asks for between its marks",
     )
     table.set_defaults(act=_table)
 
@@ -102,13 +107,13 @@ def _files(text: str) -> list[Path]:
 def _table(args: argparse.Namespace) -> int:
     files = args.files or fit_files()
     results = [record.read(path) for path in files]
-    if args.write is None:
+    if not args.write:
         print(tables.terminal(tables.apart(results)))
-        return 0
-    names_ = [f"bench/results/{path.name}" for path in files]
-    text = args.write.read_text(encoding="utf-8")
-    whole = readme.replaced(text, readme.markdown(results, names_))
-    args.write.write_text(whole, encoding="utf-8")
+    names = [f"bench/results/{path.name}" for path in files]
+    for document in args.write:
+        text = document.read_text(encoding="utf-8")
+        table = readme.markdown(results, names, readme.scenarios_of(text))
+        document.write_text(readme.replaced(text, table), encoding="utf-8")
     return 0
 
 

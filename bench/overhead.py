@@ -313,17 +313,16 @@ def run_segment(
         }
 
 
-def block_of(step_seconds: float) -> tuple[int, int]:
+def block_of(step_seconds: float, still_max: float = STILL_SECONDS_MAX) -> tuple[int, int]:
     """How many steps a block has, and how many come before it and do not count."""
     lead = 1 if step_seconds > LONG_STEP_SECONDS else LEAD_STEPS
     block = max(1, round(BLOCK_SECONDS / step_seconds))
-    while block > 1 and still_seconds(block, lead, step_seconds) >= STILL_SECONDS_MAX:
+    while block > 1 and still_seconds(block, lead, step_seconds) >= still_max:
         block -= 1
-    if still_seconds(block, lead, step_seconds) >= STILL_SECONDS_MAX:
+    if still_seconds(block, lead, step_seconds) >= still_max:
         raise Permanent(
             f"a step takes {step_seconds:.2f} s: who waits for two turns of the others would stand "
-            f"still for {STILL_SECONDS_MAX:.0f} s or more, and take it for a fault; make steps "
-            "shorter"
+            f"still for {still_max:.1f} s or more, and take it for a fault; make steps shorter"
         )
     return block, lead
 

@@ -1,7 +1,12 @@
-"""The README's tables, out of raw results, and which raw results are fit for them. Pure."""
+"""Tables of a document, out of raw results, and which raw results are fit for them. Pure.
+
+A document has a pair of marks around its tables. The first one names the scenarios that it tells
+of, `<!-- bench:begin kills hangs -->`; one that names none tells of all.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +14,7 @@ from bench import intervals
 from bench.plan import SECONDS, SEED
 from bench.tables import MEASURE, UNQUIET, Times, cells, groups, spoken
 
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+BEGIN, END = "<!-- bench:begin", "<!-- bench:end -->"
 COLUMNS = (
     *("arm", "done", "strikes", "to_bare", "goodput", "pause"),
     *("again_share", "lost_share", "same", "start", "memory"),
@@ -58,10 +63,31 @@ def why_unfit(result: Mapping[str, Any], shipped: Mapping[str, str]) -> str:
     return ""
 
 
-def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> str:
-    """The README's tables; each names its raw files, and says if runs were short."""
+def scenarios_of(text: str) -> frozenset[str]:
+    """Those that a document's mark names. None named: all."""
+    mark = re.search(rf"{re.escape(BEGIN)}([^>]*)-->", text)
+    return frozenset(mark[1].split()) if mark else frozenset()
+
+
+def of_scenarios(result: Mapping[str, Any], names: frozenset[str]) -> Mapping[str, Any]:
+    """Its cases under these scenarios alone."""
+    cases = [case for case in result["cases"] if not names or case["scenario"] in names]
+    return {**result, "cases": cases}
+
+
+def markdown(
+    results: Sequence[Mapping[str, Any]],
+    sources: Sequence[str],
+    scenarios: frozenset[str] = frozenset(),
+) -> str:
+    """A document's tables; they name their raw files, and say if runs were short."""
+    told = [(of_scenarios(r, scenarios), s) for r, s in zip(results, sources, strict=True)]
+    results = [result for result, _ in told if result["cases"]]
+    sources = [source for result, source in told if result["cases"]]
     found, parts = groups(results, Times.QUIET), []
-    for scenario, workload in dict.fromkeys((g.scenario, g.workload) for g in found):
+    order = list(dict.fromkeys(g.scenario for g in found))
+    pairs = {(g.scenario, g.workload) for g in found}
+    for scenario, workload in sorted(pairs, key=lambda pair: (order.index(pair[0]), pair[1])):
         every = intervals.choices(results, (scenario, workload))
         mine = [
             group
@@ -90,16 +116,16 @@ def markdown(results: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> st
         f"`{name}`{' (ended before its time)' if result.get('ended') else ''}"
         for name, result in zip(sources, results, strict=True)
     )
-    told = f"Raw results: {files}; made by `python -m bench table`. {_machines(results)}"
-    told += (
+    closing = f"Raw results: {files}; made by `python -m bench table`. {_machines(results)}"
+    closing += (
         " Starts are those of completed runs, and nobody knows whether the machine was quiet then."
     )
     if any(UNQUIET in part for part in parts):
-        told += (
+        closing += (
             f" {UNQUIET.capitalize()}: others used the machine meanwhile, it was faster or slower"
             " than for every bare run, or nobody looked. Only quiet runs tell times."
         )
-    return "\n\n".join([*parts, told])
+    return "\n\n".join([*parts, closing])
 
 
 def _machines(results: Sequence[Mapping[str, Any]]) -> str:
@@ -114,9 +140,15 @@ def _machines(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def replaced(text: str, table: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
-    """A document with what is between the markers replaced."""
+    """A document with what is between the marks replaced. The first one may say more than that."""
     before, begin, rest = text.partition(marks[0])
+    more, closed, rest = rest.partition("-->")
     _, end, after = rest.partition(marks[1])
-    if not begin or not end:
-        raise ValueError(f"no {marks[0]} … {marks[1]} in it")
-    return f"{before}{begin}\n{table}\n{end}{after}"
+    if not begin or not closed or not end:
+        raise ValueError(f"no {marks[0]} --> … {marks[1]} in it")
+    return f"{before}{begin}{more}-->\n{table}\n{end}{after}"
+
+
+def between(text: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
+    """What stands there now."""
+    return text.partition(marks[0])[2].partition("-->")[2].partition(marks[1])[0].strip("\n")

@@ -34,7 +34,7 @@ from keepstep.chaos.fleet_compare import (
 )
 
 GPUS = (1024, 4096, 16_384, 100_000)
-MARKS = "<!-- scale:begin -->", "<!-- scale:end -->"
+MARKS = "<!-- scale:begin", "<!-- scale:end -->"
 
 
 def main() -> int:

@@ -43,6 +43,8 @@ ARMS = "keepstep,torchft,checkpoint_restart:sync@20,checkpoint_restart:async@20"
 STEPS_MAX = 10_000_000
 IDLE_SHARE_MAX = 0.15
 IDLE_SECONDS_MAX = 90.0
+PATIENCE_SHARE = 3.0
+"""Of the silence that an arm allows, what is planned to stand still."""
 METHOD = 2
 """Raised when rounds are no longer made as before: --onto refuses others. 2: saves fall on timed
 and untimed steps alike."""
@@ -248,7 +250,7 @@ def segment(spec: str, args: argparse.Namespace, progress: Progress, limit: over
         gates = [bare, arm, control]
         jobs = [gate.job for gate in gates]
         every = int(arm.arm.settings.get("every_steps", 1))
-        block, lead = spread_block(step_seconds, every)
+        block, lead = spread_block(step_seconds, every, may_stand_still(arm.arm))
         for job in jobs:
             # Those to get warm: neither their steps nor their processor time are anybody's.
             job.blocks.clear()
@@ -264,17 +266,24 @@ def segment(spec: str, args: argparse.Namespace, progress: Progress, limit: over
         progress.alarms += alarms
 
 
-def spread_block(step_seconds: float, every: int) -> tuple[int, int]:
+def may_stand_still(arm: Arm) -> float:
+    """For how long it may stand still, as reckoned by steps as they are: a rented machine may take
+    three times as long at any moment, and who was silent for longer than it allows is given up."""
+    patience = float(arm.settings.get("heartbeat_ms", math.inf)) / 1000.0
+    return min(overhead.STILL_SECONDS_MAX, patience / PATIENCE_SHARE)
+
+
+def spread_block(step_seconds: float, every: int, still_max: float) -> tuple[int, int]:
     """The block of bench.overhead, or one nearly as long in which saves have their share.
 
     An arm saves after every so many steps. A save after the last step of a turn, or between two
     that do not count, is not timed. If the length of a turn had a divisor in common with the
     interval, saves would fall on the same few places of every turn: all of them timed, or none.
     """
-    wanted, lead = overhead.block_of(step_seconds)
+    wanted, lead = overhead.block_of(step_seconds, still_max)
     for block in sorted(range(1, 2 * wanted + every), key=lambda n: (abs(n - wanted), n)):
         still = overhead.still_seconds(block, lead, step_seconds)
-        if still < overhead.STILL_SECONDS_MAX and math.gcd(block + lead, every) == 1:
+        if still < still_max and math.gcd(block + lead, every) == 1:
             return block, lead
     raise Permanent(f"no block of about {wanted} steps has its share of saves every {every} steps")
 

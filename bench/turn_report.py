@@ -1,6 +1,7 @@
 """What runs of bench.turns say together, from their raw results alone.
 
-    python -m bench.turn_report bench/results/turns-*.json.gz
+    python -m bench.turn_report [FILE…]                    default: all raw results that are fit
+    python -m bench.turn_report --write README.md          the same, between its marks
     python -m bench.turn_report THERE… --against HERE…     two machines: same ranking, within 15%?
 
 One row per workload and arm. Rounds are pairs of an arm's seconds and the bare engine's, so those
@@ -23,11 +24,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import agreement, figures
-from bench.plan import BATCH
+from bench import agreement, figures, readme, record
+from bench.plan import BATCH, SEED
 from bench.turns import CONTROL_OFF_MAX, weights_equal
 from keepstep.errors import KeepstepError, Permanent
 
+MARKS = "<!-- turns:begin", "<!-- turns:end -->"
 HEAD = (
     "workload, arm",
     "runs",
@@ -97,18 +99,48 @@ def is_valid(run: Mapping[str, Any]) -> bool:
 def main(line: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench.turn_report", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--against", nargs="+", type=Path, default=[], help="of another machine")
+    parser.add_argument("--write", nargs="+", type=Path, default=[], metavar="DOCUMENT")
     args = parser.parse_args(line)
     try:
-        here, there = ([read(path) for path in paths] for paths in (args.files, args.against))
+        files = args.files or fit_files()
+        here, there = ([read(path) for path in paths] for paths in (files, args.against))
         need_same_training([*here, *there])
         found = compared(here, there) if there else agreement.Verdict(0, tuple(table(here)))
+        for document in args.write:
+            text = document.read_text(encoding="utf-8")
+            told = markdown(here, [f"bench/results/{path.name}" for path in files])
+            document.write_text(readme.replaced(text, told, MARKS), encoding="utf-8")
     except (KeepstepError, OSError, ValueError) as error:
         print(f"bench.turn_report: {error}", file=sys.stderr)
         return 2
     print("\n".join(found.lines))
     return found.code
+
+
+def fit_files() -> list[Path]:
+    """All that there are, by a rule."""
+    files = sorted(record.RESULTS.glob("turns-2*.json.gz"))
+    return [path for path in files if is_fit(read(path))]
+
+
+def is_fit(result: Mapping[str, Any]) -> bool:
+    """For a document's table: of a committed tree and in the usual size, whatever it says."""
+    options = result["options"]
+    usual = ("kills", "3m", 4, SEED)
+    return (
+        "+changes" not in result["commit"]
+        and not options["quick"]
+        and tuple(options[name] for name in ("scenario", "size", "ranks", "seed")) == usual
+    )
+
+
+def markdown(results: Sequence[dict[str, Any]], sources: Sequence[str]) -> str:
+    """A document's table, with the raw results that it is made from."""
+    rows = "\n".join(table(results))
+    files = ", ".join(f"`{name}`" for name in sources)
+    return f"{rows}\n\nRaw results: {files}; made by `python -m bench.turn_report`."
 
 
 def read(path: Path) -> dict[str, Any]:

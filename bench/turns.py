@@ -234,7 +234,8 @@ def size_of(spec: str, args: argparse.Namespace) -> Size:
             overhead.wake(job.processes())
             job.go(WARM_STEPS)
             step = job.go(WARM_STEPS) / WARM_STEPS
-    block, lead = steady.spread_block(step, int(arm.settings.get("every_steps", 1)))
+    every = int(arm.settings.get("every_steps", 1))
+    block, lead = steady.spread_block(step, every, steady.may_stand_still(arm))
     return Size(block, lead, max(1, round(args.steps / (2 * block))))
 
 

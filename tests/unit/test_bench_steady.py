@@ -7,6 +7,7 @@ import argparse
 import pytest
 
 from bench import overhead, record, steady, truth
+from bench.arms.arm import load
 from keepstep.errors import ConfigError, Permanent, Unreachable
 
 OPTIONS = steady.options
@@ -29,7 +30,7 @@ def timed_saves(block, lead, every, turns, first):
 @pytest.mark.parametrize("every", [5, 20, 80])
 @pytest.mark.parametrize("step_ms", [20, 33, 36, 50, 61, 65, 79, 110, 150, 199, 250, 300, 445])
 def test_timed_steps_have_their_share_of_saves_wherever_the_first_one_falls(step_ms, every):
-    block, lead = steady.spread_block(step_ms / 1000, every)
+    block, lead = steady.spread_block(step_ms / 1000, every, overhead.STILL_SECONDS_MAX)
     wanted = 100 * block / every
     for first in range(every):
         found = timed_saves(block, lead, every, 100, first)
@@ -54,6 +55,17 @@ def test_who_is_not_at_turn_stands_still_for_less_than_agents_bear():
     assert overhead.block_of(0.05) == (22, 2), "as long as it may be, it is as it was"
     with pytest.raises(Permanent, match="make steps shorter"):
         overhead.block_of(0.8)
+
+
+def test_an_arm_that_allows_less_silence_gets_shorter_blocks():
+    """What is mended: TorchFT gives up who is silent for 5 s, stood still for 2.6 s by plan, and
+    for 5.1 s when the machine was slow for a moment."""
+    patient, torchft = (steady.may_stand_still(load(spec)) for spec in ("keepstep", "torchft"))
+    assert (patient, torchft) == (overhead.STILL_SECONDS_MAX, pytest.approx(5.0 / 3))
+    for step in (0.05, 0.11, 0.2, 0.3):
+        block, lead = steady.spread_block(step, 1, torchft)
+        assert overhead.still_seconds(block, lead, step) < 5.0 / 3
+        assert steady.spread_block(step, 1, patient)[0] > block
 
 
 def logs_of(*lines, starts=(0, 1)):

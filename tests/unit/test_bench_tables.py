@@ -423,18 +423,39 @@ def test_a_run_that_counts_for_nothing_tells_no_times():
     assert (found.completed, found.runs, found.to_bare.low) == (1, 2, 1.3)
 
 
-def test_the_readmes_tables_are_those_of_its_raw_results():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    told = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
+@pytest.mark.parametrize("document", ["README.md", "docs/side-by-side.md"])
+def test_a_documents_tables_are_those_of_its_raw_results(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    told = readme.between(text)
     names = list(dict.fromkeys(re.findall(r"bench/results/[\w.-]+\.json\.gz", told)))
     results = [record.read(ROOT / name) for name in names]
-    assert readme.markdown(results, names) == told.strip("\n")
+    assert results
+    assert readme.markdown(results, names, readme.scenarios_of(text)) == told
+
+
+def test_a_document_tells_of_the_scenarios_that_its_mark_names():
+    some = [a_result((a_run("bare", 10.0), a_run("x", 12.0))) for _ in range(2)]
+    some[1]["cases"][0]["scenario"] = "hangs"
+    begin = f"{readme.BEGIN} hangs drain -->"
+    text = f"a\n{begin}\nold\n{readme.END}\nb\n"
+    assert readme.scenarios_of(text) == {"hangs", "drain"}
+    found = readme.markdown(some, ["f", "g"], readme.scenarios_of(text))
+    assert "**hangs**" in found
+    assert "`g`" in found
+    assert "`f`" not in found
+    assert found.count("\n\n**") == 0
+    whole = readme.replaced(text, found)
+    assert readme.between(whole) == found
+    assert readme.scenarios_of(whole) == {"hangs", "drain"}
+    everything = readme.markdown(some, ["f", "g"], readme.scenarios_of("<!-- bench:begin -->"))
+    assert "`f`, `g`" in everything
+    assert everything.count("**") == 4
 
 
 def test_only_what_is_between_the_markers_is_replaced():
-    text = f"a\n{readme.BEGIN}\nold\n{readme.END}\nb\n"
+    text = f"a\n{readme.BEGIN} -->\nold\n{readme.END}\nb\n"
     once = readme.replaced(text, "new")
-    assert once == f"a\n{readme.BEGIN}\nnew\n{readme.END}\nb\n"
+    assert once == f"a\n{readme.BEGIN} -->\nnew\n{readme.END}\nb\n"
     assert readme.replaced(once, "new") == once
     with pytest.raises(ValueError, match="no "):
         readme.replaced("nothing here", "new")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from bench import turn_report, turns
+from bench import readme, turn_report, turns
 from bench.turn_line import Seats
 from bench.workload.turn import Turn
 from keepstep.errors import Permanent
 
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS_MAX = 10.0
 
 
@@ -210,6 +212,38 @@ def test_an_invalid_run_is_compared_with_nobodys():
 def test_runs_that_do_not_train_the_same_are_not_told_together():
     with pytest.raises(Permanent, match="not one scenario, size"):
         turn_report.table([result([2.1], strikes=1), result([2.1], strikes=1, size="100m")])
+
+
+def test_the_readmes_table_of_turns_is_that_of_its_raw_results():
+    told = readme.between((ROOT / "README.md").read_text(encoding="utf-8"), turn_report.MARKS)
+    names = re.findall(r"bench/results/[\w.-]+\.json\.gz", told)
+    results = [turn_report.read(ROOT / name) for name in names]
+    assert results
+    assert all(map(turn_report.is_fit, results))
+    assert turn_report.markdown(results, names) == told
+
+
+def test_a_table_of_turns_takes_what_is_of_a_commit_and_of_the_usual_size_however_it_came_out():
+    fit = result([9.0, 9.0], strikes=1) | {"commit": "a"}
+    assert turn_report.is_fit(fit)
+    assert turn_report.is_fit(off(result([2.1], strikes=0)) | {"commit": "a"})
+    assert not turn_report.is_fit(fit | {"commit": "a+changes"})
+    assert not turn_report.is_fit(result([2.1], strikes=1, size="100m") | {"commit": "a"})
+
+
+def test_a_table_of_turns_is_written_between_its_marks(capsys: Any, tmp_path: Path):
+    raw, document = tmp_path / "turns-1.json.gz", tmp_path / "page.md"
+    raw.write_bytes(gzip.compress(json.dumps(result([2.2, 2.2], strikes=1)).encode()))
+    begin, end = f"{turn_report.MARKS[0]} -->", turn_report.MARKS[1]
+    document.write_text(f"a\n{begin}\nold\n{end}\nb\n", encoding="utf-8")
+    assert turn_report.main([str(raw), "--write", str(document)]) == 0
+    text = document.read_text(encoding="utf-8")
+    assert text.startswith(f"a\n{begin}\n| workload, arm |")
+    assert text.endswith(f"\n{end}\nb\n")
+    assert "| ddp, keepstep | 1 | 1 | 1.100 [" in capsys.readouterr().out
+    assert "`bench/results/turns-1.json.gz`" in readme.between(text, turn_report.MARKS)
+    document.write_text("nothing", encoding="utf-8")
+    assert turn_report.main([str(raw), "--write", str(document)]) == 2
 
 
 def test_two_machines_agree_by_ranking_and_ratios(capsys: Any, tmp_path: Path):
