@@ -4,7 +4,7 @@
     python -m bench run kills --arms checkpoint_restart:sync@5,keepstep --workload fsdp
     python -m bench compare A.json.gz B.json.gz
     python -m bench matrix [--list]
-    python -m bench table [FILE…] [--write README.md docs/side-by-side.md]
+    python -m bench table [FILE…] [--write README.md --write docs/side-by-side.md]
     python -m bench page FILE
 
 See docs/benchmarks.md.
@@ -25,7 +25,7 @@ def main() -> int:
     args = options()
     try:
         return int(args.act(args))
-    except KeepstepError as error:
+    except (KeepstepError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
 
@@ -61,10 +61,10 @@ def options() -> argparse.Namespace:
     table.add_argument(
         "--write",
         type=Path,
-        nargs="+",
+        action="append",
         default=[],
         metavar="DOCUMENT",
-        help="put those that its mark asks for between its marks",
+        help="put those that its mark asks for between its marks; may be repeated",
     )
     table.set_defaults(act=_table)
 
@@ -110,10 +110,14 @@ def _table(args: argparse.Namespace) -> int:
     if not args.write:
         print(tables.terminal(tables.apart(results)))
     names = [f"bench/results/{path.name}" for path in files]
-    for document in args.write:
-        text = document.read_text(encoding="utf-8")
-        table = readme.markdown(results, names, readme.scenarios_of(text))
-        document.write_text(readme.replaced(text, table), encoding="utf-8")
+    texts = {document: document.read_text(encoding="utf-8") for document in args.write}
+    whole = {
+        document: readme.replaced(text, readme.markdown(results, names, readme.scenarios_of(text)))
+        for document, text in texts.items()
+    }
+    # All of them or none.
+    for document, text in whole.items():
+        document.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -35,7 +35,7 @@ def of(arm: str, runs: Sequence[Run], cases: Sequence[Mapping[str, Any]]) -> Ite
         yield f"{nobody} strikes found nobody"
     missed = sum(map(missed_strikes, runs))
     if missed:
-        yield f"it was through before {missed} strikes that others met"
+        yield f"it was through before {missed} strikes that were planned"
     deaths = sum(unmeant_starts(run, cases[0]["plan"]) for run in runs)
     if deaths:
         yield f"ranks were started {deaths} times more than strikes explain"

@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench import intervals
+from bench import intervals, scenario
 from bench.plan import SECONDS, SEED
 from bench.tables import MEASURE, UNQUIET, Times, cells, groups, spoken
+from keepstep.errors import Permanent
 
 BEGIN, END = "<!-- bench:begin", "<!-- bench:end -->"
 COLUMNS = (
@@ -65,8 +66,10 @@ def why_unfit(result: Mapping[str, Any], shipped: Mapping[str, str]) -> str:
 
 def scenarios_of(text: str) -> frozenset[str]:
     """Those that a document's mark names. None named: all."""
-    mark = re.search(rf"{re.escape(BEGIN)}([^>]*)-->", text)
-    return frozenset(mark[1].split()) if mark else frozenset()
+    named = frozenset(_around(text, (BEGIN, END))[1].split())
+    if unknown := named - set(scenario.names()):
+        raise Permanent(f"no scenarios {', '.join(sorted(unknown))}, which {BEGIN} … --> names")
+    return named
 
 
 def of_scenarios(result: Mapping[str, Any], names: frozenset[str]) -> Mapping[str, Any]:
@@ -84,19 +87,21 @@ def markdown(
     told = [(of_scenarios(r, scenarios), s) for r, s in zip(results, sources, strict=True)]
     results = [result for result, _ in told if result["cases"]]
     sources = [source for result, source in told if result["cases"]]
+    if not results:
+        raise Permanent("no raw result is fit for this document")
     found, parts = groups(results, Times.QUIET), []
     order = list(dict.fromkeys(g.scenario for g in found))
     pairs = {(g.scenario, g.workload) for g in found}
-    for scenario, workload in sorted(pairs, key=lambda pair: (order.index(pair[0]), pair[1])):
-        every = intervals.choices(results, (scenario, workload))
+    for title, workload in sorted(pairs, key=lambda pair: (order.index(pair[0]), pair[1])):
+        every = intervals.choices(results, (title, workload))
         mine = [
             group
             for group in found
-            if (group.scenario, group.workload) == (scenario, workload)
+            if (group.scenario, group.workload) == (title, workload)
             and intervals.shown(group, every)
         ]
         heads = [HEADS[name] for name in COLUMNS]
-        lines = [f"**{scenario}**, {spoken(workload)}:", ""]
+        lines = [f"**{title}**, {spoken(workload)}:", ""]
         lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
         for group in mine:
             if group.refused:
@@ -116,7 +121,7 @@ def markdown(
         f"`{name}`{' (ended before its time)' if result.get('ended') else ''}"
         for name, result in zip(sources, results, strict=True)
     )
-    closing = f"Raw results: {files}; made by `python -m bench table`. {_machines(results)}"
+    closing = f"Raw results: {files}; made by `python -m bench table`. {machines(results)}"
     closing += (
         " Starts are those of completed runs, and nobody knows whether the machine was quiet then."
     )
@@ -128,7 +133,7 @@ def markdown(
     return "\n\n".join([*parts, closing])
 
 
-def _machines(results: Sequence[Mapping[str, Any]]) -> str:
+def machines(results: Sequence[Mapping[str, Any]]) -> str:
     """Which they are from, as far as a machine knows itself: one that is rebooted is the same."""
     files: dict[str, int] = {}
     for result in results:
@@ -140,15 +145,21 @@ def _machines(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def replaced(text: str, table: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
-    """A document with what is between the marks replaced. The first one may say more than that."""
-    before, begin, rest = text.partition(marks[0])
-    more, closed, rest = rest.partition("-->")
-    _, end, after = rest.partition(marks[1])
-    if not begin or not closed or not end:
-        raise ValueError(f"no {marks[0]} --> … {marks[1]} in it")
-    return f"{before}{begin}{more}-->\n{table}\n{end}{after}"
+    """A document with what is between the marks replaced."""
+    before, more, _, after = _around(text, marks)
+    return f"{before}{marks[0]}{more}-->\n{table}\n{marks[1]}{after}"
 
 
 def between(text: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """What stands there now."""
-    return text.partition(marks[0])[2].partition("-->")[2].partition(marks[1])[0].strip("\n")
+    return _around(text, marks)[2]
+
+
+def _around(text: str, marks: tuple[str, str]) -> tuple[str, str, str, str]:
+    """What is before the marks, what the first one says, what is between them and behind them.
+    Each begins a line: a sentence about a mark is none."""
+    begin, end = map(re.escape, marks)
+    found = re.search(rf"^{begin}([^>\n]*)-->\n(.*?)\n?^{end}", text, re.DOTALL | re.MULTILINE)
+    if not found:
+        raise Permanent(f"no {marks[0]} --> … {marks[1]} at the beginning of lines")
+    return text[: found.start()], found[1], found[2].strip("\n"), text[found.end() :]

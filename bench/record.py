@@ -14,10 +14,13 @@ import json
 import os
 import platform
 import subprocess
+import zlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from keepstep.errors import Permanent
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -36,15 +39,21 @@ def keep(bench: str, results: Mapping[str, Any]) -> Path:
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{bench}-{now:%Y%m%dT%H%M%SZ}.json.gz"
-    with gzip.open(path, "wt", encoding="utf-8") as file:
+    part = path.with_suffix(".part")
+    with gzip.open(part, "wt", encoding="utf-8") as file:
         json.dump(whole, file, separators=(",", ":"))
+    # Who is killed in the middle leaves nothing that looks like a result.
+    part.replace(path)
     return path
 
 
 def read(path: Path) -> dict[str, Any]:
     """What `keep` wrote."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        kept: dict[str, Any] = json.load(file)
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            kept: dict[str, Any] = json.load(file)
+    except (EOFError, OSError, ValueError, zlib.error) as error:
+        raise Permanent(f"{path} is no raw result: {error}") from None
     return kept
 
 

@@ -7,7 +7,8 @@
 One row per workload and arm. Rounds are pairs of an arm's seconds and the bare engine's, so those
 of several runs are taken together: the interval gets narrower, and the control's error smaller.
 Machines may differ, as the pace of one does. "Calm" is the ratio without the rounds in which
-somebody was struck, and a pause what a round with a strike took longer than calm ones would have.
+somebody was struck, "with all steps" that with those at the start of each turn, which do not count
+otherwise, and a pause what a round with a strike took longer than calm ones would have.
 An invalid run, whose control is off or in which a rank died that nobody struck, becomes no better
 beside others: such runs have a row of their own, in brackets, and are compared with nobody's.
 """
@@ -15,27 +16,29 @@ beside others: such runs have a row of their own, in brackets, and are compared 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import agreement, figures, readme, record
+from bench import agreement, figures, readme, record, scenario
 from bench.plan import BATCH, SEED
 from bench.turns import CONTROL_OFF_MAX, weights_equal
 from keepstep.errors import KeepstepError, Permanent
 
 MARKS = "<!-- turns:begin", "<!-- turns:end -->"
+STEPS_MIN = 500
+"""Of a run that is told of: a short one may have met no strike at all."""
 HEAD = (
     "workload, arm",
     "runs",
     "strikes",
     "time, by the bare engine",
     "calm",
+    "with all steps",
     "pauses, s",
     "control",
     "steps again, samples lost",
@@ -65,6 +68,14 @@ class Turns:
         return figures.ratio_of_sums(
             [one[name] for one in rounds], [one["bare"] for one in rounds], self.seed
         )
+
+    def with_all_steps(self) -> float | None:
+        """None: not all runs tell."""
+        told = [run["seconds_with_leads"] for run in self.runs if "seconds_with_leads" in run]
+        if len(told) < len(self.runs):
+            return None
+        arm, bare = (sum(seconds[name] for seconds in told) for name in ("arm", "bare"))
+        return float(arm / bare)
 
     def pauses(self) -> list[float]:
         calm = self.ratio("arm", struck=False).value
@@ -103,16 +114,19 @@ def main(line: Sequence[str]) -> int:
     parser.add_argument("--against", nargs="+", type=Path, default=[], help="of another machine")
     parser.add_argument("--write", nargs="+", type=Path, default=[], metavar="DOCUMENT")
     args = parser.parse_args(line)
+    if args.write and args.against:
+        parser.error("--against compares, and --write tells of one side: one of them")
     try:
         files = args.files or fit_files()
-        here, there = ([read(path) for path in paths] for paths in (files, args.against))
+        here, there = ([record.read(path) for path in paths] for paths in (files, args.against))
         need_same_training([*here, *there])
-        found = compared(here, there) if there else agreement.Verdict(0, tuple(table(here)))
+        lines = (*table(here), *failures(here))
+        found = compared(here, there) if there else agreement.Verdict(0, lines)
         for document in args.write:
             text = document.read_text(encoding="utf-8")
             told = markdown(here, [f"bench/results/{path.name}" for path in files])
             document.write_text(readme.replaced(text, told, MARKS), encoding="utf-8")
-    except (KeepstepError, OSError, ValueError) as error:
+    except (KeepstepError, OSError) as error:
         print(f"bench.turn_report: {error}", file=sys.stderr)
         return 2
     print("\n".join(found.lines))
@@ -120,32 +134,55 @@ def main(line: Sequence[str]) -> int:
 
 
 def fit_files() -> list[Path]:
-    """All that there are, by a rule."""
-    files = sorted(record.RESULTS.glob("turns-2*.json.gz"))
-    return [path for path in files if is_fit(read(path))]
+    """All that there are, by a rule: nobody picks those that came out well."""
+    found, digests = [], scenario.shipped()
+    for path in sorted(record.RESULTS.glob("turns-2*.json.gz")):
+        why = why_unfit(record.read(path), digests)
+        found += [] if why else [path]
+        if why:
+            print(f"{path.name}: left out: {why}", file=sys.stderr)
+    return found
 
 
-def is_fit(result: Mapping[str, Any]) -> bool:
-    """For a document's table: of a committed tree and in the usual size, whatever it says."""
+def why_unfit(result: Mapping[str, Any], shipped: Mapping[str, str]) -> str:
+    """Why a raw result is no part of a document's table; "" if it is. Never how it came out."""
     options = result["options"]
-    usual = ("kills", "3m", 4, SEED)
-    return (
-        "+changes" not in result["commit"]
-        and not options["quick"]
-        and tuple(options[name] for name in ("scenario", "size", "ranks", "seed")) == usual
-    )
+    if "+changes" in result["commit"]:
+        return "made from a tree that is in no commit"
+    if options["quick"] or options["steps"] < STEPS_MIN:
+        return f"fewer than {STEPS_MIN} steps"
+    usual = {"scenario": "kills", "size": "3m", "ranks": 4, "seed": SEED}
+    for name, value in usual.items():
+        if options[name] != value:
+            return f"{name} {options[name]} instead of {value}"
+    # Older ones do not tell, and were of the scenario as it is.
+    if result.get("scenario_digest", shipped["kills"]) != shipped["kills"]:
+        return "kills is not the scenario that ships under this name"
+    return ""
 
 
 def markdown(results: Sequence[dict[str, Any]], sources: Sequence[str]) -> str:
-    """A document's table, with the raw results that it is made from."""
-    rows = "\n".join(table(results))
+    """A document's table, with what it is of and the raw results that it is made from."""
+    options = results[0]["options"]
+    what = (
+        f"**{options['scenario']}**, {options['size']} x{options['ranks']} ranks, in turns; in "
+        f"brackets, what does not count: the control is off by more than {CONTROL_OFF_MAX:.0%}, or "
+        "a rank died that nobody struck:"
+    )
     files = ", ".join(f"`{name}`" for name in sources)
-    return f"{rows}\n\nRaw results: {files}; made by `python -m bench.turn_report`."
+    closing = f"Raw results: {files}; made by `python -m bench.turn_report`. "
+    closing += readme.machines(results)
+    return "\n\n".join([what, "\n".join(table(results)), *failures(results), closing])
 
 
-def read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    return found
+def failures(results: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Arms that have no row, or a row of fewer runs, because they did not come to their end."""
+    return [
+        f"{_workload(result['options'])}, {arm}: failed: {run['failed']}."
+        for result in results
+        for arm, run in result["runs"].items()
+        if "failed" in run
+    ]
 
 
 def compared(
@@ -226,6 +263,7 @@ def _row(name: str, turns: Turns) -> list[str]:
         str(turns.strikes),
         figure,
         f"{turns.ratio('arm', struck=False).value:.3f}",
+        "-" if (whole := turns.with_all_steps()) is None else f"{whole:.3f}",
         f"{min(pauses):.1f} to {max(pauses):.1f}" if pauses else "-",
         f"{turns.ratio('control').value:.3f}",
         f"{turns.sum_of('recomputed')}, {turns.sum_of('lost')}",

@@ -171,12 +171,20 @@ def main() -> int:
             tell(spec, runs[spec])
     except (KeyboardInterrupt, SystemExit):
         print("interrupted: the arms that are complete are kept", flush=True)
-    if not runs:
-        return 2
+    # Nobody can end what looks bad, and have it gone.
+    runs |= {spec: {"failed": "interrupted"} for spec in args.arms.split(",") if spec not in runs}
     name = "turns-quick" if args.quick else "turns"
-    print(f"raw results: {record.keep(name, {'options': vars(args), 'runs': runs})}")
-    whole = len(runs) == len(args.arms.split(","))
-    return 0 if whole and all(run.get("valid") for run in runs.values()) else 2
+    kept = {"options": vars(args), "scenario_digest": digest_of(args.scenario), "runs": runs}
+    print(f"raw results: {record.keep(name, kept)}")
+    return 0 if all(run.get("valid") for run in runs.values()) else 2
+
+
+def digest_of(name: str) -> str:
+    """Of the scenario; "" if there is none, which is what has failed then."""
+    try:
+        return scenario.read(name).digest
+    except KeepstepError:
+        return ""
 
 
 def options(line: Sequence[str] | None = None) -> argparse.Namespace:

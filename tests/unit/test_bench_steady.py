@@ -137,6 +137,45 @@ def test_an_arm_that_had_no_time_for_a_round_is_told(monkeypatch, kept, capsys):
     assert "bare: not one round in 1.0 min" in capsys.readouterr().out
 
 
+def test_an_arm_whose_jobs_made_no_timed_step_costs_the_others_nothing(monkeypatch, kept, capsys):
+    def segment(spec, args, progress, limit):
+        for job in ("bare", "arm", "control"):
+            # As the real one does when its time is over before the first round.
+            progress.steps_us.setdefault(job, [])
+        if spec == "bare":
+            progress.rounds.append(a_round())
+
+    assert commanded(monkeypatch, segment, "--minutes", "1") == 2
+    assert kept[-1]["runs"]["bare"]["steps_per_arm"] > 0
+    assert "checkpoint_restart:sync@20: not one round in 1.0 min" in capsys.readouterr().out
+
+
+def test_the_two_bare_jobs_take_turns_in_being_started_first():
+    rounds = []
+    assert not steady.control_is_next(rounds)
+    rounds += [a_round()] * 3
+    assert steady.control_is_next(rounds), "older ones do not tell: it was always the bare one"
+    rounds += [a_round(control_first=1.0)] * 2
+    assert steady.control_is_next(rounds)
+    rounds += [a_round(control_first=1.0)] * 1
+    assert not steady.control_is_next(rounds)
+
+
+def test_longer_turns_of_an_arm_are_not_added_to_shorter_ones(monkeypatch, kept, capsys):
+    def segment(spec, args, progress, limit):
+        progress.rounds.append(a_round())
+
+    line = ("--arms", "bare,torchft", "--segments", "1")
+    assert commanded(monkeypatch, segment, *line, "--steps", "40") == 0
+    assert commanded(monkeypatch, segment, *line, "--steps", "80", "--onto", "f") == 0
+    kept[-1]["method"] = 2
+    assert commanded(monkeypatch, segment, *line, "--onto", "f") == 2
+    assert "turns of torchft were longer then" in capsys.readouterr().err
+    del kept[-1]["runs"]["torchft"]
+    line = ("--arms", "bare", "--segments", "1")
+    assert commanded(monkeypatch, segment, *line, "--steps", "120", "--onto", "f") == 0
+
+
 def test_an_arm_that_is_none_is_told_before_the_first_one_is_measured(monkeypatch, kept, capsys):
     def segment(*_):
         raise AssertionError("measured")
@@ -164,6 +203,26 @@ def test_a_run_that_is_short_is_gone_on_with(monkeypatch, kept):
     kept[-1]["method"] = 1
     assert commanded(monkeypatch, segment, "--onto", "f") == 2
     assert len(kept) == 2, "rounds that were made in another way are not mixed with these"
+
+
+def test_a_raw_result_is_told_again_with_its_failures(monkeypatch, kept, capsys):
+    def segment(spec, args, progress, limit):
+        if spec != "bare":
+            raise Unreachable("the lighthouse")
+        progress.rounds.append(a_round(arm=1.1))
+
+    assert commanded(monkeypatch, segment, "--segments", "1", "--steps", "40") == 2
+    said = capsys.readouterr().out
+    assert commanded(monkeypatch, segment, "--read", "f") == 2
+    told = capsys.readouterr().out
+    assert "bare: 40 steps per arm, ratio 1.1000" in told
+    assert "Unreachable: the lighthouse" in told
+    assert all(line in said for line in told.splitlines())
+    assert len(kept) == 1
+    del kept[-1]["runs"]["checkpoint_restart:sync@20"]
+    assert commanded(monkeypatch, segment, "--read", "f") == 0
+    kept[-1]["method"] = 1
+    assert commanded(monkeypatch, segment, "--read", "f") == 2
 
 
 def test_a_false_alarm_makes_an_arm_invalid():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from bench import campaign, notes, page, readme, record, scenario, tables
+from bench.__main__ import fit_files
+from bench.__main__ import main as bench_main
 from bench.plan import BATCH
+from keepstep.errors import Permanent
+from tests.raw_results import committed
 
 ROOT = Path(__file__).resolve().parents[2]
+ALL = f"{readme.BEGIN} -->"
 
 
 def a_run(arm, seconds, **truth):
@@ -423,42 +427,76 @@ def test_a_run_that_counts_for_nothing_tells_no_times():
     assert (found.completed, found.runs, found.to_bare.low) == (1, 2, 1.3)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/side-by-side.md"])
-def test_a_documents_tables_are_those_of_its_raw_results(document):
+DOCUMENTS = ("README.md", "docs/side-by-side.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_documents_tables_are_those_of_all_raw_results_that_are_fit(document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    told = readme.between(text)
-    names = list(dict.fromkeys(re.findall(r"bench/results/[\w.-]+\.json\.gz", told)))
-    results = [record.read(ROOT / name) for name in names]
-    assert results
-    assert readme.markdown(results, names, readme.scenarios_of(text)) == told
+    files = committed(fit_files())
+    names = [f"bench/results/{path.name}" for path in files]
+    results = [record.read(path) for path in files]
+    assert readme.markdown(results, names, readme.scenarios_of(text)) == readme.between(text)
+
+
+def test_each_scenario_that_ships_is_told_of_in_one_document():
+    asked = [readme.scenarios_of((ROOT / name).read_text(encoding="utf-8")) for name in DOCUMENTS]
+    assert sorted(name for names in asked for name in names) == scenario.names()
+
+
+def a_document(begin, table="old"):
+    return f"see `{begin}`\n{begin}\n{table}\n{readme.END}\nb\n"
 
 
 def test_a_document_tells_of_the_scenarios_that_its_mark_names():
     some = [a_result((a_run("bare", 10.0), a_run("x", 12.0))) for _ in range(2)]
     some[1]["cases"][0]["scenario"] = "hangs"
-    begin = f"{readme.BEGIN} hangs drain -->"
-    text = f"a\n{begin}\nold\n{readme.END}\nb\n"
+    text = a_document(f"{readme.BEGIN} hangs drain -->")
     assert readme.scenarios_of(text) == {"hangs", "drain"}
     found = readme.markdown(some, ["f", "g"], readme.scenarios_of(text))
     assert "**hangs**" in found
     assert "`g`" in found
     assert "`f`" not in found
-    assert found.count("\n\n**") == 0
     whole = readme.replaced(text, found)
+    assert whole == a_document(f"{readme.BEGIN} hangs drain -->", found)
     assert readme.between(whole) == found
-    assert readme.scenarios_of(whole) == {"hangs", "drain"}
-    everything = readme.markdown(some, ["f", "g"], readme.scenarios_of("<!-- bench:begin -->"))
+    everything = readme.markdown(some, ["f", "g"], readme.scenarios_of(a_document(ALL)))
     assert "`f`, `g`" in everything
     assert everything.count("**") == 4
 
 
-def test_only_what_is_between_the_markers_is_replaced():
-    text = f"a\n{readme.BEGIN} -->\nold\n{readme.END}\nb\n"
-    once = readme.replaced(text, "new")
-    assert once == f"a\n{readme.BEGIN} -->\nnew\n{readme.END}\nb\n"
+def test_a_mark_that_asks_for_what_is_not_there_is_refused():
+    for name in ("hang", "hangs,", ": hangs"):
+        with pytest.raises(Permanent, match="no scenarios"):
+            readme.scenarios_of(a_document(f"{readme.BEGIN} {name} -->"))
+    some = [a_result((a_run("bare", 10.0),))]
+    with pytest.raises(Permanent, match="no raw result"):
+        readme.markdown(some, ["f"], frozenset({"hangs"}))
+
+
+def test_only_what_is_between_the_marks_is_replaced():
+    once = readme.replaced(a_document(ALL), "new")
+    assert once == a_document(ALL, "new")
     assert readme.replaced(once, "new") == once
-    with pytest.raises(ValueError, match="no "):
-        readme.replaced("nothing here", "new")
+    for text in ("nothing here", f"{readme.BEGIN} kills\nx\n{readme.END}", f"a {ALL}\nx\n"):
+        with pytest.raises(Permanent, match="no "):
+            readme.replaced(text, "new")
+
+
+def test_documents_are_written_all_or_none(monkeypatch, tmp_path, capsys):
+    good, bad = tmp_path / "good.md", tmp_path / "bad.md"
+    good.write_text(a_document(ALL), encoding="utf-8")
+    bad.write_text("no marks", encoding="utf-8")
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    raw = record.keep("run", a_result((a_run("bare", 10.0), a_run("x", 12.0))))
+    for line, code in ((["--write", good, "--write", bad], 2), (["--write", good], 0)):
+        monkeypatch.setattr("sys.argv", ["bench", "table", str(raw), *map(str, line)])
+        assert bench_main() == code
+        assert ("\nold\n" in good.read_text(encoding="utf-8")) == (code == 2)
+    assert f"no {readme.BEGIN}" in capsys.readouterr().err
+    raw.write_bytes(raw.read_bytes()[:40])
+    assert bench_main() == 2
+    assert f"{raw} is no raw result" in capsys.readouterr().err
 
 
 def test_an_arm_has_the_same_colour_in_every_plot():

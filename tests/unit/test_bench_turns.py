@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from bench import readme, turn_report, turns
+from bench import readme, record, scenario, turn_report, turns
 from bench.turn_line import Seats
 from bench.workload.turn import Turn
 from keepstep.errors import Permanent
+from tests.raw_results import committed
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_MAX = 10.0
@@ -145,6 +146,8 @@ def test_who_would_take_a_turn_of_others_for_a_fault_takes_none():
         turns.size_of("torchft:tuned", turns.options([]))
 
 
+MACHINE = {"cores": 2, "cpu": "c", "memory": "m", "kernel": "k"}
+UNUSUAL = {"steps": 24, "quick": True, "seed": 2, "ranks": 8, "size": "10m", "scenario": "hangs"}
 HERE, THERE = ({"machine": {"boot": name}} for name in ("here", "there"))
 
 
@@ -161,7 +164,7 @@ def result(
     truths = dict.fromkeys(("bare", "arm", "control"), found)
     run = {"rounds": rounds, "strikes": [{}] * strikes, "truths": truths}
     options = {"scenario": "kills", "size": size, "ranks": 4, "workload": workload}
-    options |= {"quick": False, "seed": 1, "batch": batch}
+    options |= {"quick": False, "seed": 1, "batch": batch, "steps": 500}
     return {"options": options, "runs": {"keepstep": run, "torchft": {"failed": "it did"}}}
 
 
@@ -217,33 +220,71 @@ def test_runs_that_do_not_train_the_same_are_not_told_together():
 def test_the_readmes_table_of_turns_is_that_of_its_raw_results():
     told = readme.between((ROOT / "README.md").read_text(encoding="utf-8"), turn_report.MARKS)
     names = re.findall(r"bench/results/[\w.-]+\.json\.gz", told)
-    results = [turn_report.read(ROOT / name) for name in names]
-    assert results
-    assert all(map(turn_report.is_fit, results))
-    assert turn_report.markdown(results, names) == told
+    assert [ROOT / name for name in names] == committed(turn_report.fit_files())
+    assert turn_report.markdown([record.read(ROOT / name) for name in names], names) == told
 
 
 def test_a_table_of_turns_takes_what_is_of_a_commit_and_of_the_usual_size_however_it_came_out():
+    ours = {"kills": "d"}
     fit = result([9.0, 9.0], strikes=1) | {"commit": "a"}
-    assert turn_report.is_fit(fit)
-    assert turn_report.is_fit(off(result([2.1], strikes=0)) | {"commit": "a"})
-    assert not turn_report.is_fit(fit | {"commit": "a+changes"})
-    assert not turn_report.is_fit(result([2.1], strikes=1, size="100m") | {"commit": "a"})
+    assert turn_report.why_unfit(fit, ours) == "", "older ones do not tell the scenario's digest"
+    assert turn_report.why_unfit(off(fit) | {"scenario_digest": "d"}, ours) == ""
+    assert turn_report.why_unfit(fit | {"runs": {"torchft": {"failed": "it did"}}}, ours) == ""
+    for other in ({"commit": "a+changes"}, {"scenario_digest": "e"}):
+        assert turn_report.why_unfit(fit | other, ours)
+    for name, value in UNUSUAL.items():
+        assert turn_report.why_unfit(fit | {"options": fit["options"] | {name: value}}, ours), name
+
+
+def test_what_failed_or_was_interrupted_is_told_beside_the_table():
+    failed = result([2.1, 2.1], strikes=1) | {"machine": MACHINE}
+    text = turn_report.markdown([failed], ["f"])
+    assert "\n\nddp, torchft: failed: it did.\n\n" in text
+    assert "2 cores of c, m, kernel k (1 file)" in text
+    assert text.startswith("**kills**, 3m x4 ranks, in turns")
+
+
+def test_who_ends_a_run_of_turns_leaves_that_in_its_raw_result(monkeypatch: Any):
+    kept: list[Any] = []
+    args = turns.options(["--arms", "keepstep,torchft,bare"])
+
+    def measure(spec: str, _: Any) -> Any:
+        if spec == "torchft":
+            raise KeyboardInterrupt
+        raise Permanent("it ended")
+
+    monkeypatch.setattr(turns, "options", lambda: args)
+    monkeypatch.setattr(turns, "measure", measure)
+    monkeypatch.setattr(turns.record, "keep", lambda name, found: kept.append(found))
+    assert turns.main() == 2
+    (found,) = kept
+    assert {arm: run["failed"] for arm, run in found["runs"].items()} == {
+        "keepstep": "it ended",
+        "torchft": "interrupted",
+        "bare": "interrupted",
+    }
+    assert found["scenario_digest"] == scenario.shipped()["kills"]
 
 
 def test_a_table_of_turns_is_written_between_its_marks(capsys: Any, tmp_path: Path):
     raw, document = tmp_path / "turns-1.json.gz", tmp_path / "page.md"
-    raw.write_bytes(gzip.compress(json.dumps(result([2.2, 2.2], strikes=1)).encode()))
+    kept = result([2.2, 2.2], strikes=1) | {"machine": MACHINE}
+    raw.write_bytes(gzip.compress(json.dumps(kept).encode()))
     begin, end = f"{turn_report.MARKS[0]} -->", turn_report.MARKS[1]
     document.write_text(f"a\n{begin}\nold\n{end}\nb\n", encoding="utf-8")
     assert turn_report.main([str(raw), "--write", str(document)]) == 0
     text = document.read_text(encoding="utf-8")
-    assert text.startswith(f"a\n{begin}\n| workload, arm |")
+    assert text.startswith(f"a\n{begin}\n**kills**, 3m x4 ranks, in turns")
     assert text.endswith(f"\n{end}\nb\n")
     assert "| ddp, keepstep | 1 | 1 | 1.100 [" in capsys.readouterr().out
     assert "`bench/results/turns-1.json.gz`" in readme.between(text, turn_report.MARKS)
     document.write_text("nothing", encoding="utf-8")
     assert turn_report.main([str(raw), "--write", str(document)]) == 2
+    raw.write_bytes(raw.read_bytes()[:40])
+    assert turn_report.main([str(raw)]) == 2
+    assert "turns-1.json.gz is no raw result" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        turn_report.main([str(raw), "--against", str(raw), "--write", str(document)])
 
 
 def test_two_machines_agree_by_ranking_and_ratios(capsys: Any, tmp_path: Path):
