@@ -48,9 +48,9 @@ CONTROL_FIRST = "control_first"
 """In a round: 1 if the control was started before the bare job."""
 PATIENCE_SHARE = 3.0
 """Of the silence that an arm allows, what is planned to stand still."""
-METHOD = 3
-"""Raised when rounds are no longer made as before. 2: saves fall on timed and untimed steps alike.
-3: who allows less silence than agents has shorter turns; all others have those of 2."""
+METHOD = 2
+"""Raised when rounds are no longer made as before: --onto refuses others. 2: saves fall on timed
+and untimed steps alike."""
 ALIKE = ("ranks", "size", "parallel", "seed", "quick")
 """Options that a run which goes on shares with the one before it."""
 
@@ -77,7 +77,7 @@ def main() -> int:
         for spec in specs:
             load(spec)
         earlier, history = read_earlier(args.onto, args)
-        need_same_rounds(args.onto, earlier)
+        need_short_turns(earlier)
     except (KeepstepError, OSError) as error:
         print(f"bench.steady: {error}", file=sys.stderr)
         return 2
@@ -180,7 +180,7 @@ def read_earlier(
     if path is None:
         return {}, []
     kept = record.read(path)
-    if kept.get("method") not in (2, METHOD):
+    if kept.get("method") != METHOD:
         raise Permanent(f"{path}: its rounds were made in another way")
     for name in ALIKE:
         then, now = kept["options"][name], getattr(args, name)
@@ -193,13 +193,13 @@ def read_earlier(
     return found, [*kept["onto"], record.origin(kept)]
 
 
-def need_same_rounds(path: Path | None, earlier: dict[str, Progress]) -> None:
-    """Longer turns and shorter ones are not added up: in these a larger share of steps is timed."""
-    if path is None or record.read(path)["method"] == METHOD:
-        return
+def need_short_turns(earlier: dict[str, Progress]) -> None:
+    """Longer turns and shorter ones are not added up: in these a larger share of steps is not
+    timed. Who was not at turn stood still for what the bare engine needed, and for some steps."""
     for spec, progress in earlier.items():
-        if progress.rounds and may_stand_still(load(spec)) < overhead.STILL_SECONDS_MAX:
-            raise Permanent(f"{path}: turns of {spec} were longer then")
+        still = figures.median([one["bare"] for one in progress.rounds] or [0.0])
+        if still >= may_stand_still(load(spec)):
+            raise Permanent(f"{spec} has shorter turns now than in this raw result")
 
 
 def measure(

@@ -162,18 +162,20 @@ def test_the_two_bare_jobs_take_turns_in_being_started_first():
 
 
 def test_longer_turns_of_an_arm_are_not_added_to_shorter_ones(monkeypatch, kept, capsys):
-    def segment(spec, args, progress, limit):
-        progress.rounds.append(a_round())
+    seconds = 2.1
 
-    line = ("--arms", "bare,torchft", "--segments", "1")
-    assert commanded(monkeypatch, segment, *line, "--steps", "40") == 0
-    assert commanded(monkeypatch, segment, *line, "--steps", "80", "--onto", "f") == 0
-    kept[-1]["method"] = 2
-    assert commanded(monkeypatch, segment, *line, "--onto", "f") == 2
-    assert "turns of torchft were longer then" in capsys.readouterr().err
-    del kept[-1]["runs"]["torchft"]
-    line = ("--arms", "bare", "--segments", "1")
-    assert commanded(monkeypatch, segment, *line, "--steps", "120", "--onto", "f") == 0
+    def segment(spec, args, progress, limit):
+        progress.rounds.append(a_round(bare=seconds, arm=seconds, control=seconds))
+
+    def line(arms, steps):
+        return ("--arms", arms, "--segments", "1", "--steps", steps)
+
+    assert commanded(monkeypatch, segment, *line("bare,torchft", "40")) == 0
+    assert commanded(monkeypatch, segment, *line("bare,torchft", "80"), "--onto", "f") == 2
+    assert "torchft has shorter turns now" in capsys.readouterr().err
+    seconds = 1.1
+    assert commanded(monkeypatch, segment, *line("bare,torchft", "40")) == 0
+    assert commanded(monkeypatch, segment, *line("bare,torchft", "80"), "--onto", "f") == 0
 
 
 def test_an_arm_that_is_none_is_told_before_the_first_one_is_measured(monkeypatch, kept, capsys):
