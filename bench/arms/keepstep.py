@@ -160,7 +160,7 @@ class Keepstep:
         client = self._rig.cluster.client
         # Who was drained before is through with its maintenance, and may serve again.
         for node in self._drained:
-            client.undrain(node, {"why": "bench"})
+            client.undrain(node, {})
         self._drained = [self._rig.node_of(rank)]
         client.drain(self._drained[0], {"why": "bench"})
         return True

@@ -25,6 +25,10 @@ from keepstep.cli.cluster import rooms_directory
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 STEPS = 100
+DRAINS = "".join(
+    f'[[strike]]\nseconds = {seconds}\nkind = "drain"\nrank = {rank}\n'
+    for seconds, rank in ((1.0, 1), (6.0, 0))
+)
 KILL = '[[strike]]\nseconds = 1.0\nkind = "kill"\nrank = 1\n'
 SSH = """#!/bin/sh
 # What ssh does for the bench: options, a host, and a line for its shell.
@@ -38,12 +42,12 @@ exec sh -c "$*"
 HOSTS = tuple(Host(f"127.0.0.{number}") for number in (2, 3, 4))
 
 
-def run(arm, directory, hosts=()):
-    plan = Plan(size="1m", world=2, steps=STEPS, directory=str(directory))
+def run(arm, directory, hosts=(), strikes=KILL, steps=STEPS):
+    plan = Plan(size="1m", world=2, steps=steps, directory=str(directory))
     made = load(arm)
     made.hosts = hosts
     launch = Ssh(str(ROOT), hosts) if hosts else Local()
-    one = Run(made, scenario.parse("s", KILL), plan, launch)
+    one = Run(made, scenario.parse("s", strikes), plan, launch)
     result = one.go(Limits(60.0, still_seconds_max=60.0), lambda *_: None)
     assert list(marked(plan.directory)) == []
     assert result["outcome"] == "completed", result["said"]
@@ -63,6 +67,17 @@ def test_keepstep_loses_no_step_and_no_sample_and_ends_like_the_bare_engine(tmp_
     found = live["truth"]
     assert (found["recomputed"], found["lost"], found["doubled"]) == (0, 0, 0)
     assert found["digests"] == bare["truth"]["digests"]
+
+
+def test_each_drain_of_several_moves_the_rank_that_it_is_for(tmp_path):
+    bare = run("bare", tmp_path / "bare", steps=600)
+    live = run("keepstep", tmp_path / "keepstep", strikes=DRAINS, steps=600)
+    assert not live.get("striker_failed")
+    drained = [(strike["rank"], bool(strike["pid"])) for strike in live["strikes"]]
+    assert drained == [(1, True), (0, True)]
+    assert sorted(rank for rank, _ in live["starts"]) == [0, 0, 1, 1]
+    assert (live["truth"]["recomputed"], live["truth"]["lost"]) == (0, 0)
+    assert live["truth"]["digests"] == bare["truth"]["digests"]
 
 
 def test_hosts_of_a_hostfile_are_nodes_with_a_spare_among_them(tmp_path, monkeypatch):
