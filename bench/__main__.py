@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
-from bench import agreement, campaign, page, readme, record, scenario, tables
+from bench import agreement, campaign, documents, page, readme, record, scenario, tables
 from bench.plan import BATCH, SECONDS, SEED
 from keepstep.errors import KeepstepError
 
@@ -105,32 +106,22 @@ def _files(text: str) -> list[Path]:
 
 
 def _table(args: argparse.Namespace) -> int:
-    files = args.files or fit_files()
-    results = [record.read(path) for path in files]
+    kept = {path: record.read(path) for path in args.files} or fit_results()
+    results = list(kept.values())
     if not args.write:
         print(tables.terminal(tables.apart(results)))
-    names = [f"bench/results/{path.name}" for path in files]
-    texts = {document: document.read_text(encoding="utf-8") for document in args.write}
-    whole = {
-        document: readme.replaced(text, readme.markdown(results, names, readme.scenarios_of(text)))
-        for document, text in texts.items()
-    }
-    # All of them or none.
-    for document, text in whole.items():
-        document.write_text(text, encoding="utf-8")
+    names = [f"bench/results/{path.name}" for path in kept]
+    documents.write(
+        args.write,
+        readme.MARKS,
+        lambda text: readme.markdown(results, names, readme.scenarios_of(text)),
+    )
     return 0
 
 
-def fit_files() -> list[Path]:
-    """All that there are, by a rule: nobody picks those that came out well."""
-    found, scenarios = [], scenario.shipped()
-    for path in sorted(record.RESULTS.glob("*.json.gz")):
-        if path.name.startswith(("run-", "matrix-")):
-            why = readme.why_unfit(record.read(path), scenarios)
-            found += [] if why else [path]
-            if why:
-                print(f"{path.name}: left out: {why}", file=sys.stderr)
-    return found
+def fit_results() -> dict[Path, dict[str, Any]]:
+    shipped = scenario.shipped()
+    return record.fit(("run-", "matrix-"), lambda result: readme.why_unfit(result, shipped))
 
 
 def _page(args: argparse.Namespace) -> int:

@@ -1,21 +1,19 @@
 """Tables of a document, out of raw results, and which raw results are fit for them. Pure.
 
-A document has a pair of marks around its tables. The first one names the scenarios that it tells
-of, `<!-- bench:begin kills hangs -->`; one that names none tells of all.
+A document's first mark names the scenarios that it tells of; one that names none tells of all.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench import intervals, scenario
+from bench import documents, intervals, scenario
 from bench.plan import SECONDS, SEED
 from bench.tables import MEASURE, UNQUIET, Times, cells, groups, spoken
 from keepstep.errors import Permanent
 
-BEGIN, END = "<!-- bench:begin", "<!-- bench:end -->"
+MARKS = BEGIN, END = "<!-- bench:begin", "<!-- bench:end -->"
 COLUMNS = (
     *("arm", "done", "strikes", "to_bare", "goodput", "pause"),
     *("again_share", "lost_share", "same", "start", "memory"),
@@ -66,7 +64,7 @@ def why_unfit(result: Mapping[str, Any], shipped: Mapping[str, str]) -> str:
 
 def scenarios_of(text: str) -> frozenset[str]:
     """Those that a document's mark names. None named: all."""
-    named = frozenset(_around(text, (BEGIN, END))[1].split())
+    named = frozenset(documents.words(text, MARKS))
     if unknown := named - set(scenario.names()):
         raise Permanent(f"no scenarios {', '.join(sorted(unknown))}, which {BEGIN} … --> names")
     return named
@@ -142,24 +140,3 @@ def machines(results: Sequence[Mapping[str, Any]]) -> str:
         files[name] = files.get(name, 0) + 1
     told = [f"{name} ({many} {'file' if many == 1 else 'files'})" for name, many in files.items()]
     return f"Machines that can be told apart ({len(files)}): {'; '.join(told)}."
-
-
-def replaced(text: str, table: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
-    """A document with what is between the marks replaced."""
-    before, more, _, after = _around(text, marks)
-    return f"{before}{marks[0]}{more}-->\n{table}\n{marks[1]}{after}"
-
-
-def between(text: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
-    """What stands there now."""
-    return _around(text, marks)[2]
-
-
-def _around(text: str, marks: tuple[str, str]) -> tuple[str, str, str, str]:
-    """What is before the marks, what the first one says, what is between them and behind them.
-    Each begins a line: a sentence about a mark is none."""
-    begin, end = map(re.escape, marks)
-    found = re.search(rf"^{begin}([^>\n]*)-->\n(.*?)\n?^{end}", text, re.DOTALL | re.MULTILINE)
-    if not found:
-        raise Permanent(f"no {marks[0]} --> … {marks[1]} at the beginning of lines")
-    return text[: found.start()], found[1], found[2].strip("\n"), text[found.end() :]

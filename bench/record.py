@@ -14,8 +14,9 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,23 @@ def read(path: Path) -> dict[str, Any]:
     except (EOFError, OSError, ValueError, zlib.error) as error:
         raise Permanent(f"{path} is no raw result: {error}") from None
     return kept
+
+
+def fit(
+    benches: tuple[str, ...], why_unfit: Callable[[Mapping[str, Any]], str]
+) -> dict[Path, dict[str, Any]]:
+    """The results of these benches for a document's table: all that there are, by a rule. Nobody
+    picks those that came out well. What is left out is told."""
+    found = {}
+    for path in sorted(RESULTS.glob("*.json.gz")):
+        if not path.name.startswith(benches):
+            continue
+        result = read(path)
+        if why := why_unfit(result):
+            print(f"{path.name}: left out: {why}", file=sys.stderr)
+        else:
+            found[path] = result
+    return found
 
 
 def origin(kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import readme, record
+from bench import documents, record
 from keepstep.chaos import fleet
 from keepstep.chaos import fleet_setting as setting
 from keepstep.chaos.fleet_compare import (
@@ -49,8 +49,7 @@ def main() -> int:
     text = f"{simulated(result['months'])}\n\n{reckoned()}\n\nRaw: `bench/results/{name}`."
     print(text)
     if asked.write:
-        whole = asked.write.read_text(encoding="utf-8")
-        asked.write.write_text(readme.replaced(whole, text, MARKS), encoding="utf-8")
+        documents.write([asked.write], MARKS, lambda _: text)
     broken = [month for month in result["months"] if month["broken"]]
     for month in broken:
         print(f"seed {month['plan']['seed']}: {month['broken']}", file=sys.stderr)

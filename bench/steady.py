@@ -72,11 +72,14 @@ def main() -> int:
         return tell_again(args.read)
     specs = args.arms.split(",")
     runs: dict[str, Any] = {}
+    earlier: dict[str, Progress] = {}
+    history: list[dict[str, Any]] = []
     try:
         # A name that is not one is told now, and not after an hour.
         for spec in specs:
             load(spec)
-        earlier, history = read_earlier(args.onto, args)
+        if args.onto is not None:
+            earlier, history = parts_of(args.onto, record.read(args.onto), args)
         need_short_turns(earlier)
     except (KeepstepError, OSError) as error:
         print(f"bench.steady: {error}", file=sys.stderr)
@@ -114,7 +117,7 @@ def tell_again(path: Path) -> int:
     try:
         kept = record.read(path)
         args = argparse.Namespace(**kept["options"])
-        found, _ = read_earlier(path, args)
+        found, _ = parts_of(path, kept, args)
     except (KeepstepError, OSError) as error:
         print(f"bench.steady: {error}", file=sys.stderr)
         return 2
@@ -173,13 +176,10 @@ def options(line: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def read_earlier(
-    path: Path | None, args: argparse.Namespace
+def parts_of(
+    path: Path, kept: dict[str, Any], args: argparse.Namespace
 ) -> tuple[dict[str, Progress], list[dict[str, Any]]]:
-    """What is gone on with, by arm; and when, where and at which commit its parts were measured."""
-    if path is None:
-        return {}, []
-    kept = record.read(path)
+    """Of a raw result, by arm; and when, where and at which commit its parts were measured."""
     if kept.get("method") != METHOD:
         raise Permanent(f"{path}: its rounds were made in another way")
     for name in ALIKE:
@@ -317,8 +317,12 @@ def may_stand_still(arm: Arm) -> float:
     """For how long it may stand still, reckoned by steps as they are now: a rented machine may take
     three times as long at any moment, and who is silent for longer than its system allows is given
     up. Who names no limit gets what Keepstep's agents bear."""
-    patience = float(arm.settings.get("heartbeat_ms", math.inf)) / 1000.0
-    return min(overhead.STILL_SECONDS_MAX, patience / PATIENCE_SHARE)
+    return min(overhead.STILL_SECONDS_MAX, patience_of(arm) / PATIENCE_SHARE)
+
+
+def patience_of(arm: Arm) -> float:
+    """How long a silence it allows, in seconds."""
+    return float(arm.settings.get("heartbeat_ms", math.inf)) / 1000.0
 
 
 def spread_block(step_seconds: float, every: int, still_max: float) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import agreement, figures, readme, record, scenario
+from bench import agreement, documents, figures, readme, record, scenario
 from bench.plan import BATCH, SEED
 from bench.turns import CONTROL_OFF_MAX, weights_equal
 from keepstep.errors import KeepstepError, Permanent
@@ -112,20 +112,25 @@ def main(line: Sequence[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--against", nargs="+", type=Path, default=[], help="of another machine")
-    parser.add_argument("--write", nargs="+", type=Path, default=[], metavar="DOCUMENT")
+    parser.add_argument(
+        "--write",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="DOCUMENT",
+        help="between its marks",
+    )
     args = parser.parse_args(line)
     if args.write and args.against:
         parser.error("--against compares, and --write tells of one side: one of them")
     try:
-        files = args.files or fit_files()
-        here, there = ([record.read(path) for path in paths] for paths in (files, args.against))
+        kept = {path: record.read(path) for path in args.files} or fit_results()
+        here, there = list(kept.values()), [record.read(path) for path in args.against]
         need_same_training([*here, *there])
         lines = (*table(here), *failures(here))
         found = compared(here, there) if there else agreement.Verdict(0, lines)
-        for document in args.write:
-            text = document.read_text(encoding="utf-8")
-            told = markdown(here, [f"bench/results/{path.name}" for path in files])
-            document.write_text(readme.replaced(text, told, MARKS), encoding="utf-8")
+        names = [f"bench/results/{path.name}" for path in kept]
+        documents.write(args.write, MARKS, lambda _: markdown(here, names))
     except (KeepstepError, OSError) as error:
         print(f"bench.turn_report: {error}", file=sys.stderr)
         return 2
@@ -133,15 +138,9 @@ def main(line: Sequence[str]) -> int:
     return found.code
 
 
-def fit_files() -> list[Path]:
-    """All that there are, by a rule: nobody picks those that came out well."""
-    found, digests = [], scenario.shipped()
-    for path in sorted(record.RESULTS.glob("turns-2*.json.gz")):
-        why = why_unfit(record.read(path), digests)
-        found += [] if why else [path]
-        if why:
-            print(f"{path.name}: left out: {why}", file=sys.stderr)
-    return found
+def fit_results() -> dict[Path, dict[str, Any]]:
+    shipped = scenario.shipped()
+    return record.fit(("turns-2",), lambda result: why_unfit(result, shipped))
 
 
 def why_unfit(result: Mapping[str, Any], shipped: Mapping[str, str]) -> str:

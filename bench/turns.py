@@ -234,7 +234,7 @@ def measure(spec: str, args: argparse.Namespace) -> dict[str, Any]:
 def size_of(spec: str, args: argparse.Namespace) -> Size:
     """By how long a step takes now. Nobody is to stand still for so long that it is a fault."""
     arm = load(spec)
-    patience = arm.settings.get("heartbeat_ms", 1e6) / 1000.0
+    patience = steady.patience_of(arm)
     if patience <= overhead.STILL_SECONDS_MAX:
         raise Permanent(f"{spec} gives up who is stopped for {patience:g} s: it cannot take turns")
     with rig.scratch("turns") as directory:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import campaign, notes, page, readme, record, scenario, tables
-from bench.__main__ import fit_files
+from bench import campaign, documents, notes, page, readme, record, scenario, tables
+from bench.__main__ import fit_results
 from bench.__main__ import main as bench_main
 from bench.plan import BATCH
 from keepstep.errors import Permanent
@@ -433,10 +433,13 @@ DOCUMENTS = ("README.md", "docs/side-by-side.md")
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_a_documents_tables_are_those_of_all_raw_results_that_are_fit(document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    files = committed(fit_files())
+    kept = fit_results()
+    files = committed(list(kept))
     names = [f"bench/results/{path.name}" for path in files]
-    results = [record.read(path) for path in files]
-    assert readme.markdown(results, names, readme.scenarios_of(text)) == readme.between(text)
+    results = [kept[path] for path in files]
+    assert readme.markdown(results, names, readme.scenarios_of(text)) == documents.between(
+        text, readme.MARKS
+    )
 
 
 def test_each_scenario_that_ships_is_told_of_in_one_document():
@@ -457,9 +460,9 @@ def test_a_document_tells_of_the_scenarios_that_its_mark_names():
     assert "**hangs**" in found
     assert "`g`" in found
     assert "`f`" not in found
-    whole = readme.replaced(text, found)
+    whole = documents.replaced(text, found, readme.MARKS)
     assert whole == a_document(f"{readme.BEGIN} hangs drain -->", found)
-    assert readme.between(whole) == found
+    assert documents.between(whole, readme.MARKS) == found
     everything = readme.markdown(some, ["f", "g"], readme.scenarios_of(a_document(ALL)))
     assert "`f`, `g`" in everything
     assert everything.count("**") == 4
@@ -475,12 +478,12 @@ def test_a_mark_that_asks_for_what_is_not_there_is_refused():
 
 
 def test_only_what_is_between_the_marks_is_replaced():
-    once = readme.replaced(a_document(ALL), "new")
+    once = documents.replaced(a_document(ALL), "new", readme.MARKS)
     assert once == a_document(ALL, "new")
-    assert readme.replaced(once, "new") == once
+    assert documents.replaced(once, "new", readme.MARKS) == once
     for text in ("nothing here", f"{readme.BEGIN} kills\nx\n{readme.END}", f"a {ALL}\nx\n"):
         with pytest.raises(Permanent, match="no "):
-            readme.replaced(text, "new")
+            documents.replaced(text, "new", readme.MARKS)
 
 
 def test_documents_are_written_all_or_none(monkeypatch, tmp_path, capsys):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench import readme, record, scenario, turn_report, turns
+from bench import documents, scenario, turn_report, turns
 from bench.turn_line import Seats
 from bench.workload.turn import Turn
 from keepstep.errors import Permanent
@@ -218,10 +218,11 @@ def test_runs_that_do_not_train_the_same_are_not_told_together():
 
 
 def test_the_readmes_table_of_turns_is_that_of_its_raw_results():
-    told = readme.between((ROOT / "README.md").read_text(encoding="utf-8"), turn_report.MARKS)
+    told = documents.between((ROOT / "README.md").read_text(encoding="utf-8"), turn_report.MARKS)
     names = re.findall(r"bench/results/[\w.-]+\.json\.gz", told)
-    assert [ROOT / name for name in names] == committed(turn_report.fit_files())
-    assert turn_report.markdown([record.read(ROOT / name) for name in names], names) == told
+    kept = turn_report.fit_results()
+    assert [ROOT / name for name in names] == committed(list(kept))
+    assert turn_report.markdown([kept[ROOT / name] for name in names], names) == told
 
 
 def test_a_table_of_turns_takes_what_is_of_a_commit_and_of_the_usual_size_however_it_came_out():
@@ -277,7 +278,7 @@ def test_a_table_of_turns_is_written_between_its_marks(capsys: Any, tmp_path: Pa
     assert text.startswith(f"a\n{begin}\n**kills**, 3m x4 ranks, in turns")
     assert text.endswith(f"\n{end}\nb\n")
     assert "| ddp, keepstep | 1 | 1 | 1.100 [" in capsys.readouterr().out
-    assert "`bench/results/turns-1.json.gz`" in readme.between(text, turn_report.MARKS)
+    assert "`bench/results/turns-1.json.gz`" in documents.between(text, turn_report.MARKS)
     document.write_text("nothing", encoding="utf-8")
     assert turn_report.main([str(raw), "--write", str(document)]) == 2
     raw.write_bytes(raw.read_bytes()[:40])
