@@ -25,6 +25,10 @@ class Ratio:
     high: float
     """The two-sided 95% interval, for reading."""
 
+    def listed(self) -> list[float]:
+        """As it stands in raw results."""
+        return [self.value, self.upper, self.low, self.high]
+
 
 def ratio_of_sums(
     above: Sequence[float], below: Sequence[float], seed: int, resamples: int = RESAMPLES

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import truth
-from bench.arms.arm import ROOT, Arm
+from bench.arms.arm import Arm, last_words
 from bench.launch import Launch
 from bench.plan import Plan
 from bench.scenario import Scenario, schedule
@@ -32,8 +31,6 @@ from keepstep.errors import KeepstepError
 LOOK_SECONDS = 0.1
 END_SECONDS = 5.0
 """After the last step: for the ranks to write their ends."""
-
-SAID_CHARACTERS = 1500
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,7 @@ class Run:
             "others_share": None if others is None else round(others, 4),
             "pace_seconds": None if pace is None else round(pace, 7),
             "processes_left": sum(left),
-            "said": self._last_words() if outcome else {},
+            "said": last_words(self.plan) if outcome else {},
             "truth": asdict(found),
             "lines": self._lines(),
         }
@@ -239,17 +236,6 @@ class Run:
 
         characters = sum(map(len, topics.values()))
         return whole_windows(characters, self.plan.context, self.plan.world, self.plan.batch)
-
-    def _last_words(self) -> dict[str, str]:
-        """The ends of the logs of a run that failed, so that the raw result says why."""
-        said = {}
-        for path in sorted(self.plan.room.rglob("*.log")):
-            text = path.read_text(errors="replace")[-SAID_CHARACTERS:]
-            # Where things lie on this machine is nobody's business.
-            for name, place in (("ROOM", self.plan.room), ("ROOT", ROOT), ("ENV", sys.prefix)):
-                text = text.replace(str(place), name)
-            said[path.name] = text
-        return said
 
     def _lines(self) -> list[list[Any]]:
         """The truth itself, compact: rank, step, began and ended in ms since the first, marks."""

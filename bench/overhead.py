@@ -252,9 +252,9 @@ def summed_up(segments: Sequence[dict[str, Any]], args: argparse.Namespace) -> d
     return {
         "steps_per_arm": int(sum(r["steps"] for r in rounds)),
         "rounds_disturbed": sum(len(s["rounds"]) for s in segments) - len(rounds),
-        "ratio": [overhead.value, overhead.upper, overhead.low, overhead.high],
-        "control": [control.value, control.upper, control.low, control.high],
-        "processor": [used.value, used.upper, used.low, used.high],
+        "ratio": overhead.listed(),
+        "control": control.listed(),
+        "processor": used.listed(),
         "processor_control": [used_control.value, used_control.low, used_control.high],
         "alarms": [alarm for s in segments for alarm in s["alarms"]],
         "segments": segments,

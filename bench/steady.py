@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures, overhead, quiet, record, rig, truth
-from bench.arms.arm import Arm, load
+from bench.arms.arm import Arm, load, noted, notes_of, placeless
 from bench.arms.keepstep import Keepstep
 from bench.launch import Local, end_marked, marked
 from bench.plan import Plan
@@ -48,6 +48,8 @@ CONTROL_FIRST = "control_first"
 """In a round: 1 if the control was started before the bare job."""
 PATIENCE_SHARE = 3.0
 """Of the silence that an arm allows, what is planned to stand still."""
+ROUNDS_MIN = 2
+"""Of an interval: drawn from a single one, it would have no width."""
 METHOD = 2
 """Raised when rounds are no longer made as before: --onto refuses others. 2: saves fall on timed
 and untimed steps alike."""
@@ -64,6 +66,8 @@ class Progress:
     """How long each step of rank 0 took in these rounds, by job."""
     alarms: list[str] = field(default_factory=list)
     failed: str = ""
+    said: list[str] = field(default_factory=list)
+    """The ends of its jobs' logs, if it failed."""
 
 
 def main() -> int:
@@ -91,12 +95,15 @@ def main() -> int:
         progress = earlier.get(spec, Progress())
         try:
             if spec in specs:
+                # Who goes on may do better.
+                progress.failed, progress.said = "", []
                 measure(spec, args, progress, told_to_end)
             if spec in specs and not progress.rounds and not told_to_end.is_set():
                 progress.failed = f"not one round in {args.minutes} min"
         except (KeepstepError, OSError) as error:
             # What is known of this one and of the others is not thrown away for it.
-            progress.failed = f"{type(error).__name__}: {error}"
+            progress.failed = placeless(f"{type(error).__name__}: {error}")
+            progress.said = notes_of(error)
         except (KeyboardInterrupt, SystemExit):
             told_to_end.set()
             print("interrupted: what was measured is kept, for --onto", flush=True)
@@ -123,8 +130,6 @@ def tell_again(path: Path) -> int:
         return 2
     runs = {}
     for spec, progress in found.items():
-        # Who goes on with it may do better; who only reads is told.
-        progress.failed = kept["runs"][spec]["failed"]
         runs[spec] = summed_up(spec, args, progress)
         tell(spec, runs[spec])
     return 0 if all(run["valid"] for run in runs.values()) else 2
@@ -135,7 +140,7 @@ def tell(spec: str, run: dict[str, Any]) -> None:
         if why:
             print(f"{spec}: {why}", flush=True)
     if "ratio" not in run:
-        print(f"{spec}: not one quiet round", flush=True)
+        print(f"{spec}: fewer than {ROUNDS_MIN} quiet rounds", flush=True)
         return
     value, upper, low, high = run["ratio"]
     print(
@@ -187,7 +192,13 @@ def parts_of(
         if then != now:
             raise Permanent(f"{path} was measured with --{name} {then}, not {now}")
     found = {
-        spec: Progress(run["rounds"], run.get("rank0_steps_us", {}), run["alarms"])
+        spec: Progress(
+            run["rounds"],
+            run.get("rank0_steps_us", {}),
+            run["alarms"],
+            run["failed"],
+            run.get("said", []),
+        )
         for spec, run in kept["runs"].items()
     }
     return found, [*kept["onto"], record.origin(kept)]
@@ -221,6 +232,7 @@ def summed_up(spec: str, args: argparse.Namespace, progress: Progress) -> dict[s
         "steps_per_arm": int(steps_in(calm)),
         "valid": False,
         "failed": progress.failed,
+        "said": progress.said,
         "alarms": progress.alarms,
         "rounds": progress.rounds,
         "rank0_steps_us": progress.steps_us,
@@ -230,7 +242,7 @@ def summed_up(spec: str, args: argparse.Namespace, progress: Progress) -> dict[s
             if micros
         },
     }
-    if not calm:
+    if len(calm) < ROUNDS_MIN:
         return kept
     bare = [r["bare"] for r in calm]
     ratio = figures.ratio_of_sums([r["arm"] for r in calm], bare, args.seed)
@@ -243,15 +255,10 @@ def summed_up(spec: str, args: argparse.Namespace, progress: Progress) -> dict[s
     enough = steps_in(calm) >= args.steps and not progress.alarms
     return kept | {
         "valid": enough and abs(control.value - 1) <= overhead.CONTROL_OFF_MAX,
-        "ratio": [ratio.value, ratio.upper, ratio.low, ratio.high],
-        "control": [control.value, control.upper, control.low, control.high],
-        "processor": [processor.value, processor.upper, processor.low, processor.high],
-        "processor_control": [
-            processor_control.value,
-            processor_control.upper,
-            processor_control.low,
-            processor_control.high,
-        ],
+        "ratio": ratio.listed(),
+        "control": control.listed(),
+        "processor": processor.listed(),
+        "processor_control": processor_control.listed(),
     }
 
 
@@ -385,21 +392,22 @@ def gated(name: str, spec: str, directory: Path, args: argparse.Namespace) -> It
     os.environ[GATE] = str(gate)
     try:
         with overhead.listening(gate) as listener:
-            arm.start(plan, Local())
-            try:
-                connections = overhead.accept_all(listener, plan.world, lambda: check(arm))
-                job = overhead.Arm(name, connections, lambda: list(marked(plan.directory)))
-                # Spares get warm, stores settle: the method must not measure a start.
-                wait_idle(job.processes)
-                job.freeze()
-                yield Gated(job, arm, plan)
-                for connection in connections:
-                    connection.close()
-            finally:
-                # Stopped processes do not end when they are told to.
-                overhead.wake(list(marked(plan.directory)))
-                arm.stop()
-                end_marked(plan.directory)
+            with noted(name, plan):
+                try:
+                    arm.start(plan, Local())
+                    connections = overhead.accept_all(listener, plan.world, lambda: check(arm))
+                    job = overhead.Arm(name, connections, lambda: list(marked(plan.directory)))
+                    # Spares get warm, stores settle: the method must not measure a start.
+                    wait_idle(job.processes)
+                    job.freeze()
+                    yield Gated(job, arm, plan)
+                    for connection in connections:
+                        connection.close()
+                finally:
+                    # Stopped processes do not end when they are told to.
+                    overhead.wake(list(marked(plan.directory)))
+                    arm.stop()
+                    end_marked(plan.directory)
     finally:
         os.environ.pop(GATE, None)
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures, notes, overhead, record, rig, scenario, steady, truth
-from bench.arms.arm import Arm, load
+from bench.arms.arm import Arm, load, noted, notes_of, placeless
 from bench.harness import Follower
 from bench.launch import Local, end_marked, marked
 from bench.plan import BATCH, Plan
@@ -167,7 +167,7 @@ def main() -> int:
                 runs[spec] = measure(spec, args)
             except (KeepstepError, OSError) as error:
                 # What is known of the others is not thrown away for it.
-                runs[spec] = {"failed": str(error)}
+                runs[spec] = {"failed": placeless(str(error)), "said": notes_of(error)}
             tell(spec, runs[spec])
     except (KeyboardInterrupt, SystemExit):
         print("interrupted: the arms that are complete are kept", flush=True)
@@ -215,18 +215,20 @@ def measure(spec: str, args: argparse.Namespace) -> dict[str, Any]:
         faults = faults[:1]
     with ExitStack() as stack:
         directory = stack.enter_context(rig.scratch("turns"))
-        jobs = [
-            stack.enter_context(started(name, arm, directory / name, args, size.steps))
-            for name, arm in (("bare", "bare"), ("arm", spec), ("control", "bare"))
-        ]
-        for job in jobs:
+        named: dict[str, Job] = {}
+        # The arm last: while others start, it would stand still for longer than it may.
+        for name, arm in (("bare", "bare"), ("control", "bare"), ("arm", spec)):
+            job = stack.enter_context(started(name, arm, directory / name, args, size.steps))
             overhead.wake(job.processes())
             job.go(WARM_STEPS)
             job.freeze()
+            named[name] = job
+        jobs = [named[name] for name in ("bare", "arm", "control")]
         made = [one_round(jobs, number, size, faults) for number in range(size.rounds)]
         whole = {job.name: round(job.seconds + job.leads, 3) for job in jobs}
-        truths = {job.name: job.finish() for job in jobs}
-        strikes = [asdict(strike) for strike in jobs[1].strikes]
+        # And the first to end, for the same reason.
+        truths = {name: named[name].finish() for name in ("arm", "bare", "control")}
+        strikes = [asdict(strike) for strike in named["arm"].strikes]
     found = judged(made, truths, strikes, args) | {"settings": load(spec).settings}
     return found | {"size": asdict(size), "seconds_with_leads": whole}
 
@@ -234,17 +236,19 @@ def measure(spec: str, args: argparse.Namespace) -> dict[str, Any]:
 def size_of(spec: str, args: argparse.Namespace) -> Size:
     """By how long a step takes now. Nobody is to stand still for so long that it is a fault."""
     arm = load(spec)
-    patience = steady.patience_of(arm)
-    if patience <= overhead.STILL_SECONDS_MAX:
-        raise Permanent(f"{spec} gives up who is stopped for {patience:g} s: it cannot take turns")
     with rig.scratch("turns") as directory:
         with started("trial", "bare", directory / "trial", args, 3 * WARM_STEPS) as job:
             overhead.wake(job.processes())
             job.go(WARM_STEPS)
             step = job.go(WARM_STEPS) / WARM_STEPS
+    return sized(arm, step, args.steps)
+
+
+def sized(arm: Arm, step_seconds: float, steps: int) -> Size:
+    """Shorter turns for who bears less silence. Pure."""
     every = int(arm.settings.get("every_steps", 1))
-    block, lead = steady.spread_block(step, every, steady.may_stand_still(arm))
-    return Size(block, lead, max(1, round(args.steps / (2 * block))))
+    block, lead = steady.spread_block(step_seconds, every, steady.may_stand_still(arm))
+    return Size(block, lead, max(1, round(steps / (2 * block))))
 
 
 def one_round(
@@ -277,8 +281,8 @@ def judged(
     control = figures.ratio_of_sums([r["control"] for r in rounds], bare, args.seed)
     return {
         "seconds": {name: round(sum(r[name] for r in rounds), 3) for name in truths},
-        "ratio": [ratio.value, ratio.upper, ratio.low, ratio.high],
-        "control": [control.value, control.upper, control.low, control.high],
+        "ratio": ratio.listed(),
+        "control": control.listed(),
         "valid": abs(control.value - 1) <= CONTROL_OFF_MAX
         and not any(found["unmeant_starts"] for found in truths.values()),
         "weights_equal": weights_equal(truths),
@@ -335,18 +339,19 @@ def started(
     try:
         with Seats(path, plan.world) as seats:
             job = Job(name, arm, plan, seats)
-            try:
-                arm.start(plan, Local())
-                wait_all(job)
-                # Spares get warm, stores settle: the method must not measure a start.
-                wait_idle(job.processes)
-                job.freeze()
-                yield job
-            finally:
-                # Stopped processes do not end when they are told to.
-                overhead.wake(job.processes())
-                arm.stop()
-                end_marked(plan.directory)
+            with noted(name, plan):
+                try:
+                    arm.start(plan, Local())
+                    wait_all(job)
+                    # Spares get warm, stores settle: the method must not measure a start.
+                    wait_idle(job.processes)
+                    job.freeze()
+                    yield job
+                finally:
+                    # Stopped processes do not end when they are told to.
+                    overhead.wake(job.processes())
+                    arm.stop()
+                    end_marked(plan.directory)
     finally:
         os.environ.pop(TURN, None)
 

@@ -19,18 +19,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from bench.launch import KEPT, MARK, Host, Launch, python_path
 from bench.plan import Plan
 from bench.workload.log import GATE, TURN
-from keepstep.errors import ConfigError
+from keepstep.errors import ConfigError, KeepstepError
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 8.0
+SAID_CHARACTERS = 1500
 
 
 class Arm(Protocol):
@@ -123,6 +126,48 @@ def environment_of(plan: Plan, more: Mapping[str, str] | None = None) -> dict[st
         **{name: os.environ[name] for name in (GATE, TURN) if name in os.environ},
         **(more or {}),
     }
+
+
+def last_words(plan: Plan) -> dict[str, str]:
+    """The ends of the logs of a run that failed, so that the raw result says why."""
+    said = {}
+    # A walk that bears what vanishes meanwhile: who fails here would hide why the run did.
+    for folder, _, names in sorted(os.walk(plan.room)):
+        for path in (Path(folder, name) for name in sorted(names) if name.endswith(".log")):
+            with suppress(OSError):
+                text = placeless(path.read_text(errors="replace"), plan.room)
+                said[str(path.relative_to(plan.room))] = text[-SAID_CHARACTERS:]
+    return said
+
+
+def placeless(text: str, room: Path | None = None) -> str:
+    """Where things lie on this machine is nobody's business, and in no raw result."""
+    places = {"ROOT": ROOT, "ENV": Path(sys.prefix), "PYTHON": Path(sys.base_prefix)}
+    places |= {"HOME": Path.home(), "TMP": Path(tempfile.gettempdir())}
+    if room is not None:
+        places |= {"ROOM": room, "ROOMS": room.parent}
+    # What lies in another one goes first.
+    for name, place in sorted(places.items(), key=lambda item: -len(str(item[1]))):
+        for form in {str(place), str(place.resolve())} - {"/", "."}:
+            text = text.replace(form, name)
+    return text
+
+
+@contextmanager
+def noted(name: str, plan: Plan) -> Iterator[None]:
+    """What fails in here bears the ends of this job's logs: its room is gone when anybody asks.
+    Around all that ends the job, so that they are whole."""
+    try:
+        yield
+    except (KeepstepError, OSError) as error:
+        for log, end in last_words(plan).items():
+            error.add_note(f"{name}, {log}: {end}")
+        raise
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Of all jobs that it went through."""
+    return list(getattr(error, "__notes__", []))
 
 
 def module_command(module: str, plan: Plan, python: str = sys.executable) -> list[str]:

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import inspect
+import shutil
+import sys
+from pathlib import Path
+from tempfile import gettempdir
 from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 
-from bench import campaign, readme, tables
+from bench import campaign, readme, steady, tables, turns
 from bench.arms import checkpoint_restart, keepstep, torchft
-from bench.arms.arm import environment_of, load
+from bench.arms.arm import (
+    ROOT,
+    SAID_CHARACTERS,
+    environment_of,
+    last_words,
+    load,
+    noted,
+    notes_of,
+    placeless,
+)
 from bench.launch import MARK
 from bench.plan import Plan
 from keepstep.cli.cluster import SYNCHRONOUS
 from keepstep.config import OrchestratorConfig
 from keepstep.config import load as load_config
+from keepstep.errors import Permanent
 from tests.unit.test_bench_tables import a_result, a_run
 
 
@@ -55,6 +70,79 @@ def test_keepsteps_journal_waits_for_the_disk_where_there_are_several_machines(t
     assert MARK not in told
     config = load_config(OrchestratorConfig, None, {SYNCHRONOUS: told[SYNCHRONOUS]})
     assert config.journal_synchronous == "full"
+
+
+def test_who_fails_leaves_the_ends_of_its_logs(tmp_path):
+    plan = Plan(directory=str(tmp_path / "run"))
+    for node in ("a", "b"):
+        (plan.room / node).mkdir(parents=True)
+    (plan.room / "a" / "agent.log").write_text(f"much\n{'-' * 2000}\nsee {plan.room}/x")
+    (plan.room / "b" / "agent.log").write_text("well")
+    (plan.room / "b" / "gone.log").symlink_to("nowhere")
+    with pytest.raises(Permanent) as caught, noted("arm", plan):
+        raise Permanent("it ended")
+    assert str(caught.value) == "it ended"
+    first, second = notes_of(caught.value)
+    assert first.startswith("arm, a/agent.log: -")
+    assert first.endswith("\nsee ROOM/x")
+    assert len(first) < 1600
+    assert second == "arm, b/agent.log: well"
+    assert notes_of(OSError()) == []
+
+
+def test_raw_results_do_not_say_where_things_lie(tmp_path):
+    room = tmp_path / "run"
+    places = (room, tmp_path, ROOT, sys.prefix, sys.base_prefix, Path.home(), gettempdir())
+    text = placeless("".join(f"at {place}/x\n" for place in places), room)
+    assert text.splitlines()[:3] == ["at ROOM/x", "at ROOMS/x", "at ROOT/x"]
+    assert not any(str(place) in text for place in places)
+    (room / "logs").mkdir(parents=True)
+    plan = Plan(directory=str(room))
+    (room / "logs" / "a.log").write_text(f"{room}/{'-' * (SAID_CHARACTERS - 5)}")
+    (said,) = last_words(plan).values()
+    assert said == f"ROOM/{'-' * (SAID_CHARACTERS - 5)}", "cut after that, not before"
+
+
+class Failing:
+    """An arm that ends before it began."""
+
+    name, hosts = "failing", ()
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    def refuses(self, plan: Plan) -> str:
+        return ""
+
+    def start(self, plan: Plan, launch: Any) -> None:
+        self.log = plan.room / "rank-0.log"
+        self.did.append("start")
+
+    def ended(self) -> str:
+        return "a process ended with 1"
+
+    def stop(self) -> None:
+        self.did.append("stop")
+        self.log.write_text("why")
+
+
+def test_a_job_that_does_not_begin_is_told_with_all_that_it_said(tmp_path, monkeypatch):
+    """By the time somebody reads the raw result, its room is gone."""
+    for bench, begin, line in (
+        (steady, lambda args: steady.gated("arm", "failing", tmp_path, args), []),
+        (turns, lambda args: turns.started("arm", "failing", tmp_path / "arm", args, 4), []),
+    ):
+        arm = Failing()
+        monkeypatch.setattr(bench, "load", lambda spec, arm=arm: arm)
+        with (
+            pytest.raises(Permanent, match="before it began: a process ended with 1") as caught,
+            begin(bench.options(line)),
+        ):
+            raise AssertionError("it never began")
+        assert arm.did == ["start", "stop"]
+        assert notes_of(caught.value) == ["arm, rank-0.log: why"]
+        shutil.rmtree(tmp_path / "arm")
 
 
 def test_timeouts_that_were_tuned_for_something_else_are_labelled():

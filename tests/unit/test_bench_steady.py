@@ -90,6 +90,11 @@ def a_round(**more):
     return {**dict.fromkeys(names, 1.0), "steps": 40.0, "others": 0.0, **more}
 
 
+def rounds_of(**more):
+    """Of 40 steps, together."""
+    return [a_round(steps=20.0, **more) for _ in range(2)]
+
+
 @pytest.fixture
 def kept(monkeypatch, capsys):
     """What the command keeps, instead of a file."""
@@ -112,23 +117,37 @@ def commanded(monkeypatch, segment, *line):
 
 
 @pytest.mark.parametrize(
-    "trouble", [Unreachable("the lighthouse"), TimeoutError("timed out"), ConfigError("no")]
+    "error", [Unreachable("the lighthouse"), TimeoutError("timed out"), ConfigError("no")]
 )
 def test_trouble_with_one_arm_costs_neither_the_others_nor_its_own_segments(
-    monkeypatch, kept, trouble
+    monkeypatch, kept, error
 ):
+    trouble = type(error)(*error.args)
+
     def segment(spec, args, progress, limit):
         if spec == "bare" and progress.rounds:
+            trouble.add_note("arm, rank-0.log: why")
             raise trouble
-        progress.rounds.append(a_round())
+        progress.rounds += rounds_of()
 
     assert commanded(monkeypatch, segment) == 2
     runs = kept[-1]["runs"]
     assert str(trouble) in runs["bare"]["failed"]
+    assert runs["bare"]["said"] == ["arm, rank-0.log: why"]
     assert [(spec, run["steps_per_arm"], run["valid"]) for spec, run in runs.items()] == [
         ("bare", 40, False),
         ("checkpoint_restart:sync@20", 80, True),
     ]
+
+
+def test_a_single_round_has_no_interval(monkeypatch, kept, capsys):
+    def segment(spec, args, progress, limit):
+        progress.rounds.append(a_round())
+
+    line = ("--arms", "bare", "--segments", "1", "--steps", "40")
+    assert commanded(monkeypatch, segment, *line) == 2
+    assert "bare: fewer than 2 quiet rounds" in capsys.readouterr().out
+    assert not kept[-1]["runs"]["bare"]["valid"]
 
 
 def test_an_arm_that_had_no_time_for_a_round_is_told(monkeypatch, kept, capsys):
@@ -143,7 +162,7 @@ def test_an_arm_whose_jobs_made_no_timed_step_costs_the_others_nothing(monkeypat
             # As the real one does when its time is over before the first round.
             progress.steps_us.setdefault(job, [])
         if spec == "bare":
-            progress.rounds.append(a_round())
+            progress.rounds += rounds_of()
 
     assert commanded(monkeypatch, segment, "--minutes", "1") == 2
     assert kept[-1]["runs"]["bare"]["steps_per_arm"] > 0
@@ -165,7 +184,7 @@ def test_longer_turns_of_an_arm_are_not_added_to_shorter_ones(monkeypatch, kept,
     seconds = 2.1
 
     def segment(spec, args, progress, limit):
-        progress.rounds.append(a_round(bare=seconds, arm=seconds, control=seconds))
+        progress.rounds += rounds_of(bare=seconds, arm=seconds, control=seconds)
 
     def line(arms, steps):
         return ("--arms", arms, "--segments", "1", "--steps", steps)
@@ -194,24 +213,29 @@ def test_a_run_that_is_short_is_gone_on_with(monkeypatch, kept):
         asked.append((spec, limit.steps))
         if spec != "bare" and not kept:
             limit.told_to_end.set()
-        progress.rounds.append(a_round())
+        progress.rounds += rounds_of()
 
     assert commanded(monkeypatch, segment, "--segments", "1", "--steps", "40") == 0
     assert commanded(monkeypatch, segment, "--segments", "1", "--onto", "f") == 0
     assert asked == [("bare", 40), ("checkpoint_restart:sync@20", 40)] * 2
     assert {run["steps_per_arm"] for run in kept[-1]["runs"].values()} == {80}
     assert [part["commit"] for part in kept[-1]["onto"]] == ["c"]
+    for run in kept[-1]["runs"].values():
+        run |= {"failed": "it did", "said": ["why"]}
+    assert commanded(monkeypatch, segment, "--arms", "bare", "--steps", "120", "--onto", "f") == 0
+    runs = kept[-1]["runs"].values()
+    assert [(r["failed"], r["said"]) for r in runs] == [("", []), ("it did", ["why"])]
     assert commanded(monkeypatch, segment, "--onto", "f", "--size", "10m") == 2
     kept[-1]["method"] = 1
     assert commanded(monkeypatch, segment, "--onto", "f") == 2
-    assert len(kept) == 2, "rounds that were made in another way are not mixed with these"
+    assert len(kept) == 3, "rounds that were made in another way are not mixed with these"
 
 
 def test_a_raw_result_is_told_again_with_its_failures(monkeypatch, kept, capsys):
     def segment(spec, args, progress, limit):
         if spec != "bare":
             raise Unreachable("the lighthouse")
-        progress.rounds.append(a_round(arm=1.1))
+        progress.rounds += rounds_of(arm=1.1)
 
     assert commanded(monkeypatch, segment, "--segments", "1", "--steps", "40") == 2
     said = capsys.readouterr().out
@@ -229,7 +253,7 @@ def test_a_raw_result_is_told_again_with_its_failures(monkeypatch, kept, capsys)
 
 def test_a_false_alarm_makes_an_arm_invalid():
     args = argparse.Namespace(quick=False, seed=1, steps=40)
-    progress = steady.Progress([a_round()])
+    progress = steady.Progress(rounds_of())
     assert steady.summed_up("bare", args, progress)["valid"]
     progress.alarms.append("arm: 3 steps without all ranks")
     assert not steady.summed_up("bare", args, progress)["valid"]
@@ -237,7 +261,7 @@ def test_a_false_alarm_makes_an_arm_invalid():
 
 def test_the_fastest_steps_stand_beside_the_sums_and_are_carried_on(monkeypatch, kept, capsys):
     def segment(spec, args, progress, limit):
-        progress.rounds.append(a_round())
+        progress.rounds += rounds_of()
         for job, micros in (("bare", 100), ("arm", 103), ("control", 101)):
             # One of two was disturbed, and none of the fastest is.
             progress.steps_us.setdefault(job, []).extend([micros, 7 * micros] * 10)

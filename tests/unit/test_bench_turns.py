@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from bench import documents, scenario, turn_report, turns
+from bench.arms.arm import load
 from bench.turn_line import Seats
 from bench.workload.turn import Turn
 from keepstep.errors import Permanent
@@ -141,9 +142,57 @@ def test_the_arm_is_judged_by_the_bare_job_of_its_rounds():
     assert (found["valid"], found["weights_equal"]) == (False, False)
 
 
-def test_who_would_take_a_turn_of_others_for_a_fault_takes_none():
-    with pytest.raises(Permanent, match="gives up who is stopped for 1 s"):
-        turns.size_of("torchft:tuned", turns.options([]))
+def test_who_bears_less_silence_has_shorter_turns_or_none():
+    usual, tuned = (turns.sized(load(spec), 0.03, 500) for spec in ("torchft", "torchft:tuned"))
+    assert tuned.block < usual.block
+    for size, heartbeat in ((usual, 5.0), (tuned, 1.0)):
+        assert 2 * (size.block + size.lead) * 0.03 < heartbeat / 3
+    with pytest.raises(Permanent, match=r"still for 0\.3 s or more"):
+        turns.sized(load("torchft:tuned"), 0.2, 500)
+
+
+def test_the_arm_does_not_stand_still_while_others_start_and_end(monkeypatch: Any):
+    """It would be longer than its system bears."""
+    did: list[str] = []
+
+    class Idle:
+        done, seconds, leads = 0, 1.0, 0.0
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.strikes: list[Any] = []
+
+        def processes(self) -> list[int]:
+            return []
+
+        def go(self, steps: int, *_: Any) -> float:
+            return 0.1
+
+        turn = go
+
+        def freeze(self) -> None:
+            did.append(f"{self.name} stops")
+
+        def finish(self) -> dict[str, Any]:
+            did.append(f"{self.name} ends")
+            return {"unmeant_starts": 0, "digests": {"0": "a"}}
+
+    def started(name: str, *_: Any) -> Any:
+        did.append(f"{name} starts")
+        return nullcontext(Idle(name))
+
+    monkeypatch.setattr(turns, "started", started)
+    monkeypatch.setattr(turns, "size_of", lambda *_: turns.Size(2, 1, 3))
+    found = turns.measure("bare", turns.options([]))
+    assert found["valid"]
+    assert found["weights_equal"]
+    first_stop, last_start = did.index("arm stops"), did.index("arm starts")
+    assert first_stop > last_start > max(did.index(f"{n} starts") for n in ("bare", "control"))
+    assert [line for line in did if line.endswith("ends")] == [
+        "arm ends",
+        "bare ends",
+        "control ends",
+    ]
 
 
 MACHINE = {"cores": 2, "cpu": "c", "memory": "m", "kernel": "k"}
@@ -252,7 +301,9 @@ def test_who_ends_a_run_of_turns_leaves_that_in_its_raw_result(monkeypatch: Any)
     def measure(spec: str, _: Any) -> Any:
         if spec == "torchft":
             raise KeyboardInterrupt
-        raise Permanent("it ended")
+        error = Permanent("it ended")
+        error.add_note("arm, agent.log: why")
+        raise error
 
     monkeypatch.setattr(turns, "options", lambda: args)
     monkeypatch.setattr(turns, "measure", measure)
@@ -264,6 +315,7 @@ def test_who_ends_a_run_of_turns_leaves_that_in_its_raw_result(monkeypatch: Any)
         "torchft": "interrupted",
         "bare": "interrupted",
     }
+    assert found["runs"]["keepstep"]["said"] == ["arm, agent.log: why"]
     assert found["scenario_digest"] == scenario.shipped()["kills"]
 
 
