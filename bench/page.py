@@ -15,6 +15,8 @@ from bench import tables
 
 COLOURS = ("#5b6770", "#1768ac", "#c1550b", "#e0a030", "#3a7d44", "#7fae5a", "#8a4fae", "#b04a6a")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 860, 300, 60, 36, 14
+NAMES = 262
+"""Left of bars and dots: as wide as the longest name of a system, with what it is marked by."""
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1180px; color: #222; }
@@ -122,11 +124,11 @@ def bars(mine: Sequence[tables.Group], colours: Mapping[str, str]) -> str:
         spread = group.to_bare
         assert spread is not None, "filtered above"
         y, colour = 10 + 26 * number, colours[group.arm]
-        length = (WIDTH - 290) * spread.middle / most
-        low, high = (200 + (WIDTH - 290) * v / most for v in (spread.low, spread.high))
+        length = (WIDTH - NAMES - 90) * spread.middle / most
+        low, high = (NAMES + (WIDTH - NAMES - 90) * v / most for v in (spread.low, spread.high))
         shapes += [
-            f"<text x='194' y='{y + 13}' text-anchor='end'>{_safe(group.label)}</text>",
-            f"<rect x='200' y='{y}' width='{length:.1f}' height='18' fill='{colour}'/>",
+            f"<text x='{NAMES - 6}' y='{y + 13}' text-anchor='end'>{_safe(group.label)}</text>",
+            f"<rect x='{NAMES}' y='{y}' width='{length:.1f}' height='18' fill='{colour}'/>",
             f"<line x1='{low:.1f}' x2='{high:.1f}' y1='{y + 9}' y2='{y + 9}' stroke='#000'/>",
             f"<text x='{high + 6:.1f}' y='{y + 13}'>{spread.middle:.2f}</text>",
         ]
@@ -143,7 +145,7 @@ def dots(mine: Sequence[tables.Group], colours: Mapping[str, str]) -> str:
 
     def x(seconds: float) -> float:
         share = math.log(max(seconds, low) / low) / math.log(high / low)
-        return 200 + (WIDTH - 240) * share
+        return NAMES + (WIDTH - NAMES - 40) * share
 
     shapes += [
         f"<line x1='{x(tick):.1f}' x2='{x(tick):.1f}' y1='4' y2='{height - 24}' stroke='#ddd'/>"
@@ -153,7 +155,9 @@ def dots(mine: Sequence[tables.Group], colours: Mapping[str, str]) -> str:
     ]
     for number, group in enumerate(rows):
         y, colour = 20 + 26 * number, colours[group.arm]
-        shapes.append(f"<text x='194' y='{y + 4}' text-anchor='end'>{_safe(group.label)}</text>")
+        shapes.append(
+            f"<text x='{NAMES - 6}' y='{y + 4}' text-anchor='end'>{_safe(group.label)}</text>"
+        )
         shapes += [
             f"<circle cx='{x(p):.1f}' cy='{y}' r='4' fill='{colour}' fill-opacity='0.6'/>"
             for p in group.pauses
