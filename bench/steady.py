@@ -300,7 +300,7 @@ def segment(spec: str, args: argparse.Namespace, progress: Progress, limit: over
             # Those to get warm: neither their steps nor their processor time are anybody's.
             job.blocks.clear()
         rounds: list[dict[str, float]] = []
-        while not limit.reached() and steps_in(quiet_ones(rounds, args)) < limit.steps:
+        while not limit.reached() and not is_enough(quiet_ones(rounds, args), limit):
             one = overhead.one_round(jobs, block, lead, len(rounds))
             rounds.append({**one, CONTROL_FIRST: float(control_first)})
         # Before the end, while everything of it still runs.
@@ -310,6 +310,11 @@ def segment(spec: str, args: argparse.Namespace, progress: Progress, limit: over
             micros = [us for block in job.blocks for us in block["rank0_step_us"]]
             progress.steps_us.setdefault(job.name, []).extend(micros)
         progress.alarms += alarms
+
+
+def is_enough(calm: Sequence[dict[str, float]], limit: overhead.Limit) -> bool:
+    """Short steps may all be made in one round, which would have no interval."""
+    return steps_in(calm) >= limit.steps and len(calm) >= ROUNDS_MIN
 
 
 def control_is_next(rounds: Sequence[dict[str, float]]) -> bool:

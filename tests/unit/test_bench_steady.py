@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import threading
 
 import pytest
 
@@ -148,6 +149,13 @@ def test_a_single_round_has_no_interval(monkeypatch, kept, capsys):
     assert commanded(monkeypatch, segment, *line) == 2
     assert "bare: fewer than 2 quiet rounds" in capsys.readouterr().out
     assert not kept[-1]["runs"]["bare"]["valid"]
+
+
+def test_steps_that_are_all_in_one_round_are_not_enough():
+    limit = overhead.Limit(40, 1e9, threading.Event())
+    assert not steady.is_enough([a_round()], limit)
+    assert not steady.is_enough([a_round(steps=19.0)] * 2, limit)
+    assert steady.is_enough(rounds_of(), limit)
 
 
 def test_an_arm_that_had_no_time_for_a_round_is_told(monkeypatch, kept, capsys):
