@@ -129,15 +129,15 @@ class Failing:
 
 def test_a_job_that_does_not_begin_is_told_with_all_that_it_said(tmp_path, monkeypatch):
     """By the time somebody reads the raw result, its room is gone."""
-    for bench, begin, line in (
-        (steady, lambda args: steady.gated("arm", "failing", tmp_path, args), []),
-        (turns, lambda args: turns.started("arm", "failing", tmp_path / "arm", args, 4), []),
+    for bench, begin in (
+        (steady, lambda args: steady.gated("arm", "failing", tmp_path, args)),
+        (turns, lambda args: turns.started("arm", "failing", tmp_path / "arm", args, 4)),
     ):
         arm = Failing()
         monkeypatch.setattr(bench, "load", lambda spec, arm=arm: arm)
         with (
             pytest.raises(Permanent, match="before it began: a process ended with 1") as caught,
-            begin(bench.options(line)),
+            begin(bench.options([])),
         ):
             raise AssertionError("it never began")
         assert arm.did == ["start", "stop"]
