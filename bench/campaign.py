@@ -24,9 +24,10 @@ from typing import Any
 from bench import intervals, page, record, rig, scenario, tables
 from bench import launch as launching
 from bench.arms import torchft
-from bench.arms.arm import ROOT, Arm, load
+from bench.arms.arm import Arm, load, placeless
 from bench.harness import Limits, Run
 from bench.plan import SECONDS, Plan
+from bench.record import ROOT
 from keepstep.errors import ConfigError, KeepstepError, Permanent
 
 RESTARTS = "checkpoint_restart:sync@20,checkpoint_restart:async@20"
@@ -387,7 +388,7 @@ class Campaign:
                 return path
 
     def _end(self, code: int, why: str) -> None:
-        self.ended, self.why = code, why
+        self.ended, self.why = code, placeless(why)
         print(f"\nended: {why}; the runs that are complete, if any, are kept", flush=True)
 
     def _settle(self, plan: Plan) -> tuple[int, float]:

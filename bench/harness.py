@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import truth
-from bench.arms.arm import Arm, last_words
+from bench.arms.arm import Arm, last_words, placeless
 from bench.launch import Launch
 from bench.plan import Plan
 from bench.scenario import Scenario, schedule
@@ -146,7 +146,7 @@ class Run:
                 start_seconds = time.monotonic() - began
         self._follower.look()
         found = self._evaluate(striker)
-        outcome = outcome or unsound(found, striker)
+        outcome = placeless(outcome or unsound(found, striker), self.plan.room)
         return {
             "arm": self.arm.name,
             "settings": self.arm.settings,
@@ -155,7 +155,7 @@ class Run:
             "nominal_seconds": round(limits.nominal_seconds, 3),
             "planned": [asdict(strike) for strike in strikes if struck],
             "strikes": striker.plain(),
-            "striker_failed": striker.failed,
+            "striker_failed": placeless(striker.failed, self.plan.room),
             "starts": self._starts(),
             "memory_bytes_max": watch.memory_bytes_max,
             "moved_bytes": moved,

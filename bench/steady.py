@@ -275,13 +275,17 @@ def steps_in(rounds: Sequence[dict[str, float]]) -> float:
 def segment(spec: str, args: argparse.Namespace, progress: Progress, limit: overhead.Limit) -> None:
     """Three fresh jobs, until there are so many quiet steps. Its rounds count once it is known that
     nobody saw a fault in them."""
+    # Told now, and not once two others stand.
+    system = load(spec)
+    if why := system.refuses(plan_of(args, Path())):
+        raise Permanent(why)
     with ExitStack() as stack:
         directory = stack.enter_context(rig.scratch("steady"))
         # After the round, and not in its middle: what was measured by then is kept.
         signal.signal(signal.SIGTERM, lambda *_: limit.told_to_end.set())
         control_first = control_is_next(progress.rounds)
         made = {
-            name: stack.enter_context(gated(name, "bare", directory, args))
+            name: stack.enter_context(gated(name, load("bare"), directory, args))
             for name in (("control", "bare") if control_first else ("bare", "control"))
         }
         bare, control = made["bare"], made["control"]
@@ -290,7 +294,7 @@ def segment(spec: str, args: argparse.Namespace, progress: Progress, limit: over
         step_seconds = bare.job.run(overhead.WARM_STEPS) / overhead.WARM_STEPS
         # Last: from here on it never stands still for longer than the others' blocks take. What
         # is measured may take a silence of five seconds for a fault.
-        arm = stack.enter_context(gated("arm", spec, directory, args))
+        arm = stack.enter_context(gated("arm", system, directory, args))
         arm.job.run(overhead.WARM_STEPS)
         gates = [bare, arm, control]
         jobs = [gate.job for gate in gates]
@@ -383,38 +387,49 @@ def uneven(logs: truth.Logs, world: int) -> list[str]:
 
 
 @contextmanager
-def gated(name: str, spec: str, directory: Path, args: argparse.Namespace) -> Iterator[Gated]:
+def gated(name: str, arm: Arm, directory: Path, args: argparse.Namespace) -> Iterator[Gated]:
     """Stopped."""
-    arm = load(spec)
-    room = directory / name
-    plan = Plan(
-        args.parallel, args.size, args.ranks, STEPS_MAX, seed=args.seed, directory=str(room)
-    )
-    if why := arm.refuses(plan):
-        raise Permanent(f"{spec}: {why}")
-    plan.write()
+    plan = plan_of(args, directory / name)
     gate = directory / f"{name}.gate"
-    os.environ[GATE] = str(gate)
+    with overhead.listening(gate) as listener, running(name, arm, plan, (GATE, gate)):
+        connections = overhead.accept_all(listener, plan.world, lambda: check(arm))
+        job = overhead.Arm(name, connections, lambda: processes_of(plan))
+        # Spares get warm, stores settle: the method must not measure a start.
+        wait_idle(job.processes)
+        job.freeze()
+        yield Gated(job, arm, plan)
+        for connection in connections:
+            connection.close()
+
+
+def plan_of(args: argparse.Namespace, room: Path) -> Plan:
+    shape = (args.parallel, args.size, args.ranks, STEPS_MAX)
+    return Plan(*shape, seed=args.seed, directory=str(room))
+
+
+@contextmanager
+def running(name: str, arm: Arm, plan: Plan, gate: tuple[str, Path]) -> Iterator[None]:
+    """One job whose ranks stop at a gate: the variable that tells them, and the file. Who fails in
+    here bears the ends of its logs."""
+    variable, path = gate
+    plan.write()
+    os.environ[variable] = str(path)
     try:
-        with overhead.listening(gate) as listener:
-            with noted(name, plan):
-                try:
-                    arm.start(plan, Local())
-                    connections = overhead.accept_all(listener, plan.world, lambda: check(arm))
-                    job = overhead.Arm(name, connections, lambda: list(marked(plan.directory)))
-                    # Spares get warm, stores settle: the method must not measure a start.
-                    wait_idle(job.processes)
-                    job.freeze()
-                    yield Gated(job, arm, plan)
-                    for connection in connections:
-                        connection.close()
-                finally:
-                    # Stopped processes do not end when they are told to.
-                    overhead.wake(list(marked(plan.directory)))
-                    arm.stop()
-                    end_marked(plan.directory)
+        with noted(name, plan):
+            try:
+                arm.start(plan, Local())
+                yield
+            finally:
+                # Stopped processes do not end when they are told to.
+                overhead.wake(processes_of(plan))
+                arm.stop()
+                end_marked(plan.directory)
     finally:
-        os.environ.pop(GATE, None)
+        os.environ.pop(variable, None)
+
+
+def processes_of(plan: Plan) -> list[int]:
+    return list(marked(plan.directory))
 
 
 def check(arm: Any) -> None:

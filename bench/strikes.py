@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.arms.arm import ROOT, Arm
+from bench.arms.arm import Arm
 from bench.launch import Launch, python_path
+from bench.record import ROOT
 from bench.scenario import Scenario, Strike
 from bench.slowing import NOBODY
 from bench.truth import Start

@@ -31,11 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures, notes, overhead, record, rig, scenario, steady, truth
-from bench.arms.arm import Arm, load, noted, notes_of, placeless
+from bench.arms.arm import Arm, load, notes_of, placeless
 from bench.harness import Follower
-from bench.launch import Local, end_marked, marked
 from bench.plan import BATCH, Plan
-from bench.steady import wait_idle
 from bench.turn_line import Seats
 from bench.workload.log import TURN
 from bench.workload.order import Order
@@ -96,7 +94,7 @@ class Job:
     strikes: list[Struck] = field(default_factory=list)
 
     def processes(self) -> list[int]:
-        return list(marked(self.plan.directory))
+        return steady.processes_of(self.plan)
 
     def freeze(self) -> None:
         """Also what is started while others are being stopped."""
@@ -207,18 +205,22 @@ def options(line: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(spec: str, args: argparse.Namespace) -> dict[str, Any]:
     """One arm between two bare jobs."""
-    size = size_of(spec, args)
+    arm = load(spec)
+    # Told now, and not after the trial.
+    if why := arm.refuses(plan_of(args, WARM_STEPS, Path())):
+        raise Permanent(why)
     faults = scenario.schedule(scenario.read(args.scenario), args.ranks, 1e3, 1e4)
     if any(fault.kind not in KINDS for fault in faults):
         raise Permanent(f"{args.scenario}: only {', '.join(KINDS)} can be struck in turns")
     if args.quick:
         faults = faults[:1]
+    size = size_of(arm, args)
     with ExitStack() as stack:
         directory = stack.enter_context(rig.scratch("turns"))
         named: dict[str, Job] = {}
         # The arm last: while others start, it would stand still for longer than it may.
-        for name, arm in (("bare", "bare"), ("control", "bare"), ("arm", spec)):
-            job = stack.enter_context(started(name, arm, directory / name, args, size.steps))
+        for name, system in (("bare", load("bare")), ("control", load("bare")), ("arm", arm)):
+            job = stack.enter_context(started(name, system, directory / name, args, size.steps))
             overhead.wake(job.processes())
             job.go(WARM_STEPS)
             job.freeze()
@@ -229,15 +231,14 @@ def measure(spec: str, args: argparse.Namespace) -> dict[str, Any]:
         # And the first to end, for the same reason.
         truths = {name: named[name].finish() for name in ("arm", "bare", "control")}
         strikes = [asdict(strike) for strike in named["arm"].strikes]
-    found = judged(made, truths, strikes, args) | {"settings": load(spec).settings}
+    found = judged(made, truths, strikes, args) | {"settings": arm.settings}
     return found | {"size": asdict(size), "seconds_with_leads": whole}
 
 
-def size_of(spec: str, args: argparse.Namespace) -> Size:
+def size_of(arm: Arm, args: argparse.Namespace) -> Size:
     """By how long a step takes now. Nobody is to stand still for so long that it is a fault."""
-    arm = load(spec)
     with rig.scratch("turns") as directory:
-        with started("trial", "bare", directory / "trial", args, 3 * WARM_STEPS) as job:
+        with started("trial", load("bare"), directory / "trial", args, 3 * WARM_STEPS) as job:
             overhead.wake(job.processes())
             job.go(WARM_STEPS)
             step = job.go(WARM_STEPS) / WARM_STEPS
@@ -317,43 +318,22 @@ def tell(spec: str, run: dict[str, Any]) -> None:
 
 
 @contextmanager
-def started(
-    name: str, spec: str, room: Path, args: argparse.Namespace, steps: int
-) -> Iterator[Job]:
+def started(name: str, arm: Arm, room: Path, args: argparse.Namespace, steps: int) -> Iterator[Job]:
     """One job at its first halt, stopped."""
-    arm = load(spec)
-    plan = Plan(
-        args.workload,
-        args.size,
-        args.ranks,
-        steps,
-        args.batch,
-        seed=args.seed,
-        directory=str(room),
-    )
-    if why := arm.refuses(plan):
-        raise Permanent(f"{spec}: {why}")
-    plan.write()
+    plan = plan_of(args, steps, room)
     path = room.parent / f"{name}.turn"
-    os.environ[TURN] = str(path)
-    try:
-        with Seats(path, plan.world) as seats:
-            job = Job(name, arm, plan, seats)
-            with noted(name, plan):
-                try:
-                    arm.start(plan, Local())
-                    wait_all(job)
-                    # Spares get warm, stores settle: the method must not measure a start.
-                    wait_idle(job.processes)
-                    job.freeze()
-                    yield job
-                finally:
-                    # Stopped processes do not end when they are told to.
-                    overhead.wake(job.processes())
-                    arm.stop()
-                    end_marked(plan.directory)
-    finally:
-        os.environ.pop(TURN, None)
+    with Seats(path, plan.world) as seats, steady.running(name, arm, plan, (TURN, path)):
+        job = Job(name, arm, plan, seats)
+        wait_all(job)
+        # Spares get warm, stores settle: the method must not measure a start.
+        steady.wait_idle(job.processes)
+        job.freeze()
+        yield job
+
+
+def plan_of(args: argparse.Namespace, steps: int, room: Path) -> Plan:
+    sizes = (args.workload, args.size, args.ranks, steps, args.batch)
+    return Plan(*sizes, seed=args.seed, directory=str(room))
 
 
 def wait_all(job: Job) -> None:

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Protocol
 
 from bench import figures, quiet
-from bench.arms.arm import ROOT, Processes
+from bench.arms.arm import Processes
 from bench.launch import Launch, marked, python_path
+from bench.record import ROOT
 
 LOOK_SECONDS = 2.0
 PROBES = 8

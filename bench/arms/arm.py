@@ -28,10 +28,10 @@ from typing import Any, Protocol
 
 from bench.launch import KEPT, MARK, Host, Launch, python_path
 from bench.plan import Plan
+from bench.record import ROOT
 from bench.workload.log import GATE, TURN
 from keepstep.errors import ConfigError, KeepstepError
 
-ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 8.0
 SAID_CHARACTERS = 1500
 

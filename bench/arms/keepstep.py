@@ -21,9 +21,10 @@ from typing import Any
 
 from bench import launch as launching
 from bench import rig
-from bench.arms.arm import ROOT, Processes, environment_of
+from bench.arms.arm import Processes, environment_of
 from bench.launch import Launch
 from bench.plan import Plan, read
+from bench.record import ROOT
 from keepstep.agent.offspring import COMMON
 from keepstep.cli.cluster import (
     NODES_SECONDS_MAX,

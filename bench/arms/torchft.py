@@ -32,10 +32,11 @@ from datetime import timedelta
 from typing import Any
 
 from bench import launch as launching
-from bench.arms.arm import ROOT, Processes, environment_of
+from bench.arms.arm import Processes, environment_of
 from bench.arms.checkpoint_restart import COLLECTIVE_SECONDS, end_hangs
 from bench.launch import Launch
 from bench.plan import Plan, read
+from bench.record import ROOT
 from bench.workload.log import HOST
 from keepstep.errors import ConfigError
 

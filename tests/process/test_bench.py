@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from bench import failover, rig, scenario, steady, turns
-from bench.arms.arm import ROOT, load
+from bench.arms.arm import load
 from bench.harness import Limits, Run
 from bench.launch import Host, Local, Ssh, marked, python_path
 from bench.plan import Plan
+from bench.record import ROOT
 from bench.slowing import NOBODY
 from keepstep.cli.cluster import rooms_directory
 

@@ -15,7 +15,6 @@ import pytest
 from bench import campaign, readme, steady, tables, turns
 from bench.arms import checkpoint_restart, keepstep, torchft
 from bench.arms.arm import (
-    ROOT,
     SAID_CHARACTERS,
     environment_of,
     last_words,
@@ -24,8 +23,11 @@ from bench.arms.arm import (
     notes_of,
     placeless,
 )
-from bench.launch import MARK
+from bench.harness import Limits, Run
+from bench.launch import MARK, Local
 from bench.plan import Plan
+from bench.record import ROOT
+from bench.scenario import Scenario
 from keepstep.cli.cluster import SYNCHRONOUS
 from keepstep.config import OrchestratorConfig
 from keepstep.config import load as load_config
@@ -102,6 +104,23 @@ def test_raw_results_do_not_say_where_things_lie(tmp_path):
     (said,) = last_words(plan).values()
     assert said == f"ROOM/{'-' * (SAID_CHARACTERS - 5)}", "cut after that, not before"
 
+    class Homeless(Failing):
+        def start(self, plan: Plan, launch: Any) -> None:
+            super().start(plan, launch)
+            raise Permanent(f"no {plan.room}/spec.json")
+
+    class Lost(Failing):
+        def ended(self) -> str:
+            return f"the orchestrator is gone: no {room}/socket"
+
+    for arm, why in (
+        (Homeless(), "Permanent: no ROOM/spec.json"),
+        (Lost(), "ended before the first step: the orchestrator is gone: no ROOM/socket"),
+    ):
+        run = Run(arm, Scenario("none", "by hand"), plan, Local())
+        assert run.go(Limits(1.0), lambda *_: None)["outcome"] == why
+        run.clear()
+
 
 class Failing:
     """An arm that ends before it began."""
@@ -127,17 +146,16 @@ class Failing:
         self.log.write_text("why")
 
 
-def test_a_job_that_does_not_begin_is_told_with_all_that_it_said(tmp_path, monkeypatch):
+def test_a_job_that_does_not_begin_is_told_with_all_that_it_said(tmp_path):
     """By the time somebody reads the raw result, its room is gone."""
-    for bench, begin in (
-        (steady, lambda args: steady.gated("arm", "failing", tmp_path, args)),
-        (turns, lambda args: turns.started("arm", "failing", tmp_path / "arm", args, 4)),
+    for begin in (
+        lambda arm: steady.gated("arm", arm, tmp_path, steady.options([])),
+        lambda arm: turns.started("arm", arm, tmp_path / "arm", turns.options([]), 4),
     ):
         arm = Failing()
-        monkeypatch.setattr(bench, "load", lambda spec, arm=arm: arm)
         with (
             pytest.raises(Permanent, match="before it began: a process ended with 1") as caught,
-            begin(bench.options([])),
+            begin(arm),
         ):
             raise AssertionError("it never began")
         assert arm.did == ["start", "stop"]

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from bench import truth
-from bench.arms.arm import ROOT
 from bench.harness import unsound
 from bench.launch import Host, Local, Ssh, is_stopped, python_path
+from bench.record import ROOT
 from bench.scenario import Scenario, Strike
 from bench.slowing import NOBODY
 from bench.strikes import Ground, Striker
