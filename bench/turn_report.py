@@ -177,7 +177,7 @@ def markdown(results: Sequence[dict[str, Any]], sources: Sequence[str]) -> str:
 def failures(results: Iterable[Mapping[str, Any]]) -> list[str]:
     """Arms that have no row, or a row of fewer runs, because they did not come to their end."""
     return [
-        f"{_workload(result['options'])}, {arm}: failed: {run['failed']}."
+        f"One run of {_workload(result['options'])}, {arm}, failed: {run['failed']}."
         for result in results
         for arm, run in result["runs"].items()
         if "failed" in run

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench import documents, scenario, turn_report, turns
+from bench import documents, scenario, steady, turn_report, turns
 from bench.arms.arm import load
 from bench.turn_line import Seats
 from bench.workload.turn import Turn
@@ -149,6 +149,23 @@ def test_who_bears_less_silence_has_shorter_turns_or_none():
         assert 2 * (size.block + size.lead) * 0.03 < heartbeat / 3
     with pytest.raises(Permanent, match=r"still for 0\.3 s or more"):
         turns.sized(load("torchft:tuned"), 0.2, 500)
+
+
+def test_who_cannot_take_the_plan_says_so_before_anything_is_started(monkeypatch: Any):
+    """A trial takes most of a minute."""
+
+    def started(name: str, *_: Any) -> Any:
+        raise AssertionError(f"{name} was started")
+
+    monkeypatch.setattr(turns, "started", started)
+    monkeypatch.setattr(steady, "gated", started)
+    with pytest.raises(Permanent, match="full shard has no replica"):
+        turns.measure("torchft", turns.options(["--workload", "fsdp"]))
+    with pytest.raises(Permanent, match="only kill can be struck"):
+        turns.measure("keepstep", turns.options(["--scenario", "hangs"]))
+    args, progress = steady.options(["--parallel", "zero1"]), steady.Progress()
+    with pytest.raises(Permanent, match="DCP does not save"):
+        steady.measure("checkpoint_restart:sync@20", args, progress, threading.Event())
 
 
 def test_the_arm_does_not_stand_still_while_others_start_and_end(monkeypatch: Any):
@@ -289,7 +306,7 @@ def test_a_table_of_turns_takes_what_is_of_a_commit_and_of_the_usual_size_howeve
 def test_what_failed_or_was_interrupted_is_told_beside_the_table():
     failed = result([2.1, 2.1], strikes=1) | {"machine": MACHINE}
     text = turn_report.markdown([failed], ["f"])
-    assert "\n\nddp, torchft: failed: it did.\n\n" in text
+    assert "\n\nOne run of ddp, torchft, failed: it did.\n\n" in text
     assert "2 cores of c, m, kernel k (1 file)" in text
     assert text.startswith("**kills**, 3m x4 ranks, in turns")
 
