@@ -42,7 +42,7 @@ from keepstep.orchestrator.journal import (
     grow_by_snapshot,
 )
 
-SRC = Path(__file__).resolve().parents[1] / "src"
+SRC = record.ROOT / "src"
 TOKEN = "a-token-for-a-benchmark"
 JOB = JobId("train")
 NODES = 64

@@ -27,13 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.record import ROOT
 from keepstep import wire
 from keepstep.cli.client import Client
 from keepstep.model import JobId, JobSpec, NodeId, Phase, Sign
 from keepstep.orchestrator import tokens
 from keepstep.orchestrator.tokens import Role
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "openapi.json"
 OWN = "the-clusters-own-token-here"
 MARKER = "zebra"
