@@ -150,14 +150,14 @@ def finished(reading: Progress) -> int:
 @contextmanager
 def scratch(bench: str) -> Iterator[Path]:
     """A directory that goes with success, and stays with its logs after anything else."""
-    end_in_good_order()
-    directory = Path(tempfile.mkdtemp(prefix=f"ks-{bench}-"))
-    try:
-        yield directory
-    except BaseException:
-        print(f"logs are left in {directory}", file=sys.stderr)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)
+    with ending_in_good_order():
+        directory = Path(tempfile.mkdtemp(prefix=f"ks-{bench}-"))
+        try:
+            yield directory
+        except BaseException:
+            print(f"logs are left in {directory}", file=sys.stderr)
+            raise
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
@@ -199,9 +199,14 @@ def spec_of(
     )
 
 
-def end_in_good_order() -> None:
+@contextmanager
+def ending_in_good_order() -> Iterator[None]:
     """A bench that is told to end (by `timeout`, by CI) takes its processes with it."""
-    signal.signal(signal.SIGTERM, _leave)
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _leave(number: int, _: FrameType | None) -> NoReturn:

@@ -35,8 +35,6 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
         found.append(result)
         return tmp_path / "raw.json.gz"
 
-    # This process is pytest's: its signals stay what they are.
-    monkeypatch.setattr("bench.rig.end_in_good_order", lambda: None)
     monkeypatch.setattr("bench.record.keep", keep)
     monkeypatch.setattr("bench.record.read", lambda path: found[-1])
     monkeypatch.setattr("bench.tables.apart", lambda results: [])

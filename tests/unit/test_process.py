@@ -15,6 +15,9 @@ def ended(how: int | signal.Signals) -> process.ProcessReading:
     child = os.fork()
     if child == 0:
         if isinstance(how, signal.Signals):
+            if how is not signal.SIGKILL:
+                # Whatever this process does with it.
+                signal.signal(how, signal.SIG_DFL)
             os.kill(os.getpid(), how)
         os._exit(how)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
