@@ -49,6 +49,20 @@ class Wire:
         return step, view
 
 
+def renew(keeping: Keeping, sizes: Sizes, capsule: memoryview, boundary: int = 1) -> str:
+    """With what comes over the network: one whole capsule, and no more."""
+    wire = Wire()
+    wire.send_all([(boundary, [capsule])])
+    why = keeping.renew(sizes, 1, wire)  # type: ignore[arg-type]
+    assert not wire.frames, "what comes is taken, also where it cannot be kept"
+    return why
+
+
+def add_piece(kept: Kept, boundary: int, offset: int, piece: memoryview) -> None:
+    kept.room_for_piece(boundary, offset, len(piece))[:] = piece
+    kept.landed(boundary, len(piece))
+
+
 class Shard:
     """A rank's own part of a model, trained with gradients that nobody else sees."""
 
@@ -109,7 +123,7 @@ def train(room: Path, steps: int, capsule_steps: int) -> tuple[list[list[bytes]]
     shard.update(shard.gradients(0), 0)
     first = capsule_of(shard, 1)
     sizes = Sizes(first.size + 1000, 1 << 14, 2 * capsule_steps + 1)
-    assert keeping.renew(sizes, 1, memoryview(tensor_bytes(first.raw))) == ""
+    assert renew(keeping, sizes, tensor_view(first.raw)) == ""
     owner.covered(1)
     contents: list[list[bytes]] = [[], shard.content()]
     for step in range(1, steps):
@@ -165,6 +179,28 @@ def test_a_flipped_bit_in_a_mirror_is_found(tmp_path: Path) -> None:
     record.gradients[7] ^= 1
     with pytest.raises(Permanent, match="record is not what"):
         rebuild(kept, low + 1)
+
+
+def test_a_copy_that_is_none_of_the_shard_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, copy = Shard(3), torch.cat
+
+    def flipping(tensors: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        made = copy(tensors, out=out)
+        if out is not None:
+            out[0] ^= 1
+        return made
+
+    monkeypatch.setattr(torch, "cat", flipping)
+    capsule = capsule_of(shard, 1)
+    monkeypatch.undo()
+    keeping = Keeping(tmp_path, 3)
+    sizes = Sizes(capsule.size, 1 << 10, 3)
+    assert renew(keeping, sizes, tensor_view(capsule.raw)) == ""
+    assert looked_after(keeping)
+    with pytest.raises(Permanent, match="capsule is not what"):
+        rebuild(Kept(keeping.path), 1)
 
 
 @given(sizes=st.lists(st.integers(0, 50)))
@@ -260,7 +296,7 @@ def test_a_capsule_whose_place_is_being_taken_is_never_whole(tmp_path: Path, wri
     kept = Kept(kept_path(tmp_path, 0), ROOMY)
     for boundary in (4, 8):
         kept.begin_capsule(boundary, 10)
-        kept.add_piece(boundary, 0, memoryview(b"0123456789"))
+        add_piece(kept, boundary, 0, memoryview(b"0123456789"))
     numbers: list[tuple[int, ...]] = []
     kept._set_capsule = lambda _, fields: numbers.append(fields)  # type: ignore[method-assign]
     kept.begin_capsule(12, 10)
@@ -287,16 +323,16 @@ def test_a_capsule_that_grows_does_not_take_the_whole_ones_place(tmp_path: Path)
     assert kept.reach() is None
     for boundary in (4, 8, 12):
         kept.begin_capsule(boundary, 10)
-        kept.add_piece(boundary, 0, memoryview(b"01234"))
+        add_piece(kept, boundary, 0, memoryview(b"01234"))
         assert kept.reach() == ((boundary - 4,) * 2 if boundary > 4 else None)
-        kept.add_piece(boundary, 5, memoryview(b"56789"))
+        add_piece(kept, boundary, 5, memoryview(b"56789"))
         assert kept.reach() == (boundary, boundary)
     # Given up half-way, and begun again: twice.
     for boundary in (16, 17):
         kept.begin_capsule(boundary, 10)
         assert kept.capsule()[0] == 12
     with pytest.raises(Permanent, match="bytes here"):
-        kept.add_piece(17, 3, memoryview(b"x"))
+        add_piece(kept, 17, 3, memoryview(b"x"))
 
 
 def test_a_file_cut_short_is_no_cover(tmp_path: Path) -> None:
@@ -363,11 +399,43 @@ def test_a_view_keeps_its_tensor_alive() -> None:
     assert seen() is None
 
 
+def test_a_capsule_of_another_boundary_or_a_broken_wire_leaves_the_old_cover(tmp_path: Path):
+    shard, keeping = Shard(3), Keeping(tmp_path, 3)
+    first = capsule_of(shard, 1)
+    sizes = Sizes(first.size, 1 << 10, 3)
+    assert renew(keeping, sizes, tensor_view(first.raw)) == ""
+    kept = keeping.kept
+    with pytest.raises(Permanent, match="boundary 2 came for 1"):
+        renew(keeping, sizes, tensor_view(first.raw), boundary=2)
+    broken = Wire()
+    with pytest.raises(IndexError):
+        keeping.renew(sizes, 1, broken)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["cover-3.kept"]
+    assert keeping.kept is kept
+    assert Kept(keeping.path).reach() == (1, 1)
+
+
+def test_where_an_earlier_capsule_lay_the_next_one_is_whole(tmp_path: Path) -> None:
+    shard = Shard(3)
+    first = capsule_of(shard, 99)
+    shard.update(shard.gradients(0), 0)
+    # It has become larger, and then says one digit more.
+    alone = [capsule_of(shard, boundary) for boundary in (99, 100)]
+    room = first.room
+    for boundary, expected in zip((99, 100), alone, strict=True):
+        tensors = shard.tensors()
+        again = Capsule(boundary, {"layout": True}, tensors, room)
+        assert tensor_bytes(again.raw) == tensor_bytes(expected.raw)
+        room = again.room
+    assert again.room is first.room, "nobody was given other memory"
+    assert again.size == alone[0].size + 1
+
+
 def test_a_mirror_without_room_says_so_and_takes_what_comes(tmp_path: Path) -> None:
     keeping, wire = Keeping(tmp_path, 3), Wire()
     capsule = memoryview(bytes(100))
     too_small = Sizes(capsule_bytes=50, record_bytes=1 << 10, slots=3)
-    assert "does not fit" in keeping.renew(too_small, 1, capsule)
+    assert "does not fit" in renew(keeping, too_small, capsule)
     assert keeping.kept is None
     assert not list(tmp_path.iterdir())
     shard, owner = Shard(3), Owner()
@@ -590,7 +658,7 @@ def test_a_mirror_that_got_a_whole_capsule_at_once_leads_on_from_it(tmp_path: Pa
     shard.update(shard.gradients(0), 0)
     first = capsule_of(shard, 1)
     sizes = Sizes(first.size + 1000, 1 << 14, 17)
-    assert keeping.renew(sizes, 1, memoryview(tensor_bytes(first.raw))) == ""
+    assert renew(keeping, sizes, tensor_view(first.raw)) == ""
     owner.covered(1)
     for step in range(1, 8):
         if step == 4:
@@ -711,6 +779,22 @@ def test_nobody_waits_for_a_rank_whose_cover_ended(tmp_path: Path) -> None:
     covering._take_over(4, 1, row, row)
     assert covering._ward is None
     assert covering._former is not None, "until this generation trains it may be all there is"
+
+
+def test_what_is_kept_of_a_rank_again_outlives_what_was_kept_of_it_before(tmp_path: Path) -> None:
+    model, shard = torch.nn.Linear(2, 2), Shard(3)
+    covering = Covering(keeper_of(torch.optim.SGD(model.parameters(), lr=0.1), model=model))
+    capsule = capsule_of(shard, 1)
+    for name in ("_former", "_ward"):
+        keeping = Keeping(tmp_path, 1)
+        sizes = Sizes(capsule.size, 1 << 10, 3)
+        assert renew(keeping, sizes, tensor_view(capsule.raw)) == ""
+        setattr(covering, name, _Ward(1, keeping))
+    covering.settled()
+    assert Kept(tmp_path / "cover-1.kept").reach() == (1, 1)
+    covering._former, covering._ward = covering._ward, None
+    covering.settled()
+    assert not list(tmp_path.iterdir())
 
 
 def test_sparse_gradients_are_a_hole_and_the_step_goes_on(

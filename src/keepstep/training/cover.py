@@ -33,12 +33,14 @@ from keepstep.training.digest import byte_view, digest_joined
 from keepstep.training.exchange import Exchange, Frame, Room
 from keepstep.training.inner import GroupsBroken
 from keepstep.training.kept import CAPSULE_STEPS, RECORD, Kept, Sizes, kept_path
-from keepstep.training.raw import bytes_tensor, tensor_bytes, tensor_view
+from keepstep.training.raw import bytes_in_place, bytes_tensor, tensor_bytes, tensor_view
 
 PARTS = 8
 """Of a capsule, each with a digest of its own: a mirror looks at one of them at a time."""
 FORM = "joined-1"
 """How digests are made: in every capsule and record, because a saved one may be read much later."""
+_NO_DIGEST = "0" * 32
+_SLACK_BYTES = 4096
 SLICE_BYTES = 4 * 1024
 _CAPSULE = struct.Struct("<q16s")
 """Bytes of meta, and its digest."""
@@ -80,15 +82,15 @@ def read_record(raw: memoryview) -> Record:
 def views_of(record: Record) -> Sequence[torch.Tensor]:
     """The gradients' bytes, one by one, if they are what the owner wrote."""
     sizes = [size for size in record.meta["sizes"] if size >= 0]
-    views: Sequence[torch.Tensor] = bytes_tensor(record.gradients).split(sizes)
+    views: Sequence[torch.Tensor] = bytes_in_place(record.gradients).split(sizes)
     if digest_joined(views) != record.meta["digest"]:
         raise Permanent("a mirror's record is not what its owner wrote")
     return views
 
 
-def landed(pieces: Sequence[memoryview], known: str) -> list[torch.Tensor]:
-    """The tensors' bytes out of one part of a capsule, if they are what the owner wrote."""
-    tensors = list(map(bytes_tensor, pieces))
+def landed(part: memoryview, sizes: Sequence[int], known: str) -> Sequence[torch.Tensor]:
+    """The tensors' bytes in one part of a capsule, in place, if they are what the owner wrote."""
+    tensors: Sequence[torch.Tensor] = bytes_in_place(part).split(list(sizes))
     if digest_joined(tensors) != known:
         raise Permanent("a mirror's capsule is not what its owner wrote")
     return tensors
@@ -120,21 +122,34 @@ class Capsule:
     """A copy of the shard at a boundary, on its way to the mirror piece by piece."""
 
     def __init__(
-        self, boundary: int, meta: dict[str, Any], tensors: Sequence[torch.Tensor]
+        self,
+        boundary: int,
+        meta: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        room: torch.Tensor | None = None,
     ) -> None:
+        """`room`: where an earlier one lies that is not needed any more, if there is one."""
         self.boundary = boundary
         views = [byte_view(tensor) for tensor in tensors]
         sizes = [view.numel() for view in views]
-        digests = [digest_joined([views[i] for i in part]) for part in parts_of(sizes)]
-        said = {"form": FORM, "boundary": boundary, "sizes": sizes, "digests": digests}
-        text = json.dumps({**meta, **said}).encode()
+        digests = [_NO_DIGEST] * PARTS
+        said = {**meta, "form": FORM, "boundary": boundary, "sizes": sizes, "digests": digests}
+        at = _CAPSULE.size + len(json.dumps(said).encode())
+        size = at + sum(sizes)
+        if room is None or room.numel() < size:
+            # A little more than is needed: what is said of the next one may be a few digits longer.
+            room = torch.empty(size + _SLACK_BYTES, dtype=torch.uint8)
+        self.room, self.raw = room, room[:size]
+        for number, part in enumerate(parts_of(sizes)):
+            first, at = at, at + sum(sizes[i] for i in part)
+            here = self.raw[first:at]
+            # Of the shard itself, not of the copy: one that is no copy of it is refused later.
+            digests[number] = digest_joined([views[i] for i in part])
+            if first < at:
+                torch.cat([views[i].cpu() for i in part], out=here)
+        text = json.dumps(said).encode()
         head = _CAPSULE.pack(len(text), _sign(text)) + text
-        self.raw = torch.empty(len(head) + sum(v.numel() for v in views), dtype=torch.uint8)
         self.raw[: len(head)] = bytes_tensor(head)
-        at = len(head)
-        for view in views:
-            self.raw[at : at + view.numel()].copy_(view)
-            at += view.numel()
         self.sent = 0
 
     @property
@@ -149,17 +164,17 @@ class Capsule:
 
 
 def read_capsule(raw: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
-    """A capsule's meta, and the bytes of its tensors."""
+    """A capsule's meta, and the bytes of each of its parts."""
     length, known = _CAPSULE.unpack_from(raw, 0)
     at = _CAPSULE.size + length
     meta = _read_meta(raw[_CAPSULE.size : max(_CAPSULE.size, at)], known, "capsule")
-    pieces = []
-    for size in meta["sizes"]:
-        pieces.append(raw[at : at + size])
-        at += size
+    sizes, parts = meta["sizes"], []
+    for part in parts_of(sizes):
+        first, at = at, at + sum(sizes[i] for i in part)
+        parts.append(raw[first:at])
     if at != len(raw):
         raise Permanent("a capsule's sizes do not fit its bytes")
-    return meta, pieces
+    return meta, parts
 
 
 class Owner:
@@ -251,20 +266,44 @@ class Keeping:
         self.spoilt = ""
         """Why what came could not be kept; empty as a rule."""
 
-    def renew(self, sizes: Sizes, boundary: int, raw: memoryview) -> str:
-        """Begin anew, with a whole capsule. Returns why that cannot be; empty if it is done."""
-        fresh_path = self.path.with_suffix(".new")
+    def renew(self, sizes: Sizes, boundary: int, exchange: Exchange) -> str:
+        """Begin anew, with a whole capsule that comes now. Returns why that cannot be; empty if it
+        is done."""
+        # Room for it is made while its owner is still at it.
+        fresh_path, why = self.path.with_suffix(".new"), ""
+        fresh: Kept | None = None
         try:
             fresh = Kept(fresh_path, sizes)
-            fresh.begin_capsule(boundary, len(raw))
-        except (OSError, Permanent) as error:
-            fresh_path.unlink(missing_ok=True)
-            self.kept = None
-            return str(error)
-        fresh.add_piece(boundary, 0, raw)
+        except OSError as error:
+            why = str(error)
+
+        def land(at: int, size: int) -> memoryview:
+            nonlocal why
+            if at != boundary:
+                raise Permanent(f"a capsule of boundary {at} came for {boundary}")
+            try:
+                if fresh is not None:
+                    fresh.begin_capsule(boundary, size)
+                    return fresh.room_for_piece(boundary, 0, size)
+            except Permanent as error:
+                why = str(error)
+            # Its owner does not know: it is taken from the network all the same.
+            return memoryview(bytearray(size))
+
+        whole = False
+        try:
+            _, raw = exchange.take(land)
+            whole = not why
+        finally:
+            if not whole:
+                fresh_path.unlink(missing_ok=True)
+        self.kept = None
+        if fresh is None or not whole:
+            return why
+        fresh.landed(boundary, len(raw))
         # Not before the new one is whole: the old one may be the shard's last home.
-        fresh_path.replace(self.path)
-        self.kept, self.newest = Kept(self.path), boundary
+        fresh.move_to(self.path)
+        self.kept, self.newest = fresh, boundary
         return ""
 
     def drop(self) -> None:

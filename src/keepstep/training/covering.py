@@ -19,12 +19,13 @@ from keepstep import portion, sabotage, wire
 from keepstep.errors import Permanent
 from keepstep.model import Endpoint, Move
 from keepstep.training import carried, patrol, replay
-from keepstep.training.cover import Capsule, Keeping, Owner, read_record, slice_digest
+from keepstep.training.cover import Capsule, Keeping, Owner, slice_digest
 from keepstep.training.exchange import Exchange, Frame
 from keepstep.training.holders import local_of
 from keepstep.training.kept import CAPSULE_STEPS, Kept, Sizes
 from keepstep.training.mirror import CONNECT_SECONDS_MAX, hello
 from keepstep.training.raw import bytes_tensor, size_bytes, tensor_view
+from keepstep.training.readahead import Readahead
 from keepstep.training.sealed_side import side_of
 from keepstep.training.side import exchange_rows, receive_json, send_json
 from keepstep.training.still import Still
@@ -68,6 +69,9 @@ class Covering:
         """That happens all the time: there is no cover any more."""
         self._recorded = False
         """The last record was one, and no hole."""
+        self._copied: torch.Tensor | None = None
+        """Where the newest capsule lies, which is on its way: memory that each step would have to
+        be given anew costs more than to fill it."""
         self._beyond = ""
         """What the update that comes next goes by beside its record; empty: nothing."""
 
@@ -146,6 +150,8 @@ class Covering:
     def _hand_over(self, boundary: int, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
         """My shard to my mirror, unless it has what it needs."""
         assert self._exchange is not None, "opened above"
+        if mine["need"] is None:
+            self._copied = None
         if mine["need"] is None or not mine["whole"]:
             return
         self._sizes = Sizes(*mine["need"])
@@ -164,20 +170,17 @@ class Covering:
             self._former, self._ward = self._former or self._ward, None
         if not theirs["whole"] or theirs["need"] is None or _goes_on(boundary, mine, theirs):
             return
-        # Into memory of its own, which goes when it is kept: it is as large as the shard.
-        at, raw = self._exchange.take(lambda _, length: memoryview(bytearray(length)))
-        if at != boundary:
-            raise Permanent(f"a capsule of boundary {at} came for {boundary}")
         keeping = Keeping(self._keeper.place.room, ward, self._keeper.reach)
-        if why := keeping.renew(Sizes(*theirs["need"]), boundary, raw):
+        if why := keeping.renew(Sizes(*theirs["need"]), boundary, self._exchange):
             self._keeper.uncovered.no_room(ward, why)
         self._ward = _Ward(ward, keeping)
 
     def settled(self) -> None:
         """The generation trains: what was kept before it is of no more use."""
-        if self._former is not None:
-            self._former.keeping.drop()
-            self._former = None
+        former, self._former = self._former, None
+        # Whom it had kept before, and keeps again after rounds without an end, has one file.
+        if former is not None and (self._ward is None or self._ward.rank != former.rank):
+            former.keeping.drop()
         if self._ward is not None and self._ward.keeping.kept is None:
             # There was no room for a new one. Without the old one there may be, the next time.
             self._ward.keeping.drop()
@@ -243,6 +246,7 @@ class Covering:
             self._keeper.uncovered.lonely_moves(always=self._strange)
             self._owner.begin_anew()
         if self._strange:
+            self._copied = None
             return hole
         tensors = self._tensors()
         meta = {
@@ -312,7 +316,11 @@ class Covering:
     def _capsule(self, boundary: int) -> Capsule:
         registry = self._keeper.registry
         meta = {"layout": registry.layout(self._mine), "hidden": registry.hidden()}
-        return Capsule(boundary, meta, [tensor for _, tensor in self._tensors()])
+        tensors = [tensor for _, tensor in self._tensors()]
+        # The one before it has left: nobody begins another earlier, or while a socket is in use.
+        capsule = Capsule(boundary, meta, tensors, self._copied)
+        self._copied = capsule.room
+        return capsule
 
     @property
     def _mine(self) -> str:
@@ -395,20 +403,20 @@ def make_again(keeper: Keeper, name: str, pieces: Iterable[memoryview], wanted: 
     parameters = [parameter for _, parameter in registry.optimized(name)]
     shard = replay.Shard(registry.optimizers.values(), parameters)
     tensors = registry.kept(name)
-    for raw in left:
-        keeper.reach("replay")
-        record = read_record(raw)
-        step = int(record.meta["step"])
-        if step != boundary:
-            raise Permanent(f"the record of step {step} came for boundary {boundary}")
-        boundary += 1
-        if slice_digest(tensors, step) != record.meta["slice"]:
-            raise Permanent(f"what was made again is not what its owner had before step {step}")
-        if record.meta["settings"] is None:
-            continue  # A step without an update: the loss scaler skipped it.
-        registry.load_settings(record.meta["settings"])
-        if shard.update(replay.gradients_of(record, shard.parts)):
-            tensors = registry.kept(name)
+    with Readahead(replay.read(left, shard.parts)) as steps:
+        for meta, gradients in steps:
+            keeper.reach("replay")
+            step = int(meta["step"])
+            if step != boundary:
+                raise Permanent(f"the record of step {step} came for boundary {boundary}")
+            boundary += 1
+            if slice_digest(tensors, step) != meta["slice"]:
+                raise Permanent(f"what was made again is not what its owner had before step {step}")
+            if meta["settings"] is None:
+                continue  # A step without an update: the loss scaler skipped it.
+            registry.load_settings(meta["settings"])
+            if shard.update(gradients):
+                tensors = registry.kept(name)
     if boundary != wanted:
         raise Permanent(f"what is kept leads to boundary {boundary}, not {wanted}")
 

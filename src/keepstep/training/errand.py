@@ -37,9 +37,15 @@ class Errand(Generic[T]):
         self._over.set()
 
     def result(self) -> T:
-        """What the work returned or raised; not to be asked for once it was left."""
-        if self._trouble is not None:
-            raise self._trouble
+        """What the work returned or raised. To be asked for once, and not if it was left."""
+        trouble, self._trouble = self._trouble, None
+        if trouble is not None:
+            try:
+                raise trouble
+            finally:
+                # Its traceback knows what the work knew, and this errand: a ring that would keep a
+                # broken generation's backend until the next collection.
+                del trouble
         return self._made[0]
 
     def _run(self) -> None:

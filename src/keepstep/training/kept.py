@@ -85,6 +85,11 @@ class Kept:
         if magic != _MAGIC or self.sizes.total != len(self._memory):
             raise Permanent(f"{path} is no cover")
 
+    def move_to(self, path: Path) -> None:
+        """In the place of what lies there."""
+        self.path.replace(path)
+        self.path = path
+
     # ------------------------------------------------------------ writing
 
     def begin_capsule(self, boundary: int, size: int) -> None:
@@ -97,10 +102,6 @@ class Kept:
         # Number by number, and a death may come between two: never whole on the way.
         self._set_capsule(index, _NONE)
         self._set_capsule(index, (boundary, size, 0))
-
-    def add_piece(self, boundary: int, offset: int, piece: memoryview) -> None:
-        self.room_for_piece(boundary, offset, len(piece))[:] = piece
-        self.landed(boundary, len(piece))
 
     def room_for_piece(self, boundary: int, offset: int, length: int) -> memoryview:
         """Where the next bytes of a capsule that was begun go; they count once they landed."""

@@ -62,10 +62,11 @@ def spoilt(keeping: Keeping, eighths: Collection[int]) -> str:
 
 def _look_at_capsule(kept: Kept, eighth: int) -> None:
     boundary, raw = kept.capsule()
-    meta, pieces = read_capsule(raw)
+    meta, parts = read_capsule(raw)
     if meta["boundary"] != boundary:
         raise Permanent(f"it is the capsule of boundary {meta['boundary']}")
-    landed([pieces[i] for i in parts_of(meta["sizes"])[eighth]], meta["digests"][eighth])
+    sizes = [meta["sizes"][i] for i in parts_of(meta["sizes"])[eighth]]
+    landed(parts[eighth], sizes, meta["digests"][eighth])
 
 
 def _look_at_record(kept: Kept, step: int) -> None:

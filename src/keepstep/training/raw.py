@@ -44,6 +44,13 @@ def bytes_tensor(raw: bytes | memoryview) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)[: len(raw)]
 
 
+def bytes_in_place(raw: memoryview) -> torch.Tensor:
+    """The same bytes as a tensor, wherever they lie; a copy of those that nobody may write to."""
+    if raw.readonly or not len(raw):
+        return bytes_tensor(raw)
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
 def fill_from_bytes(tensor: torch.Tensor, raw: bytes) -> None:
     """Write raw bytes back into a tensor in place."""
     if len(raw) != tensor.numel() * tensor.element_size():

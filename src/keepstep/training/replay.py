@@ -18,7 +18,14 @@ import torch
 
 from keepstep.errors import Permanent
 from keepstep.training import zero
-from keepstep.training.cover import Record, landed, parts_of, read_capsule, views_of
+from keepstep.training.cover import (
+    Record,
+    landed,
+    parts_of,
+    read_capsule,
+    read_record,
+    views_of,
+)
 from keepstep.training.holders import is_distributed, local_of
 from keepstep.training.optimizers import BY_ELEMENT, as_many
 
@@ -48,15 +55,25 @@ def load_capsule(
 
     Returns what its owner said beside it.
     """
-    meta, pieces = read_capsule(raw)
-    tensors = conform(meta["layout"])
-    if len(tensors) != len(pieces):
-        raise Permanent(f"a capsule of {len(pieces)} tensors came for {len(tensors)}")
+    meta, parts = read_capsule(raw)
+    sizes, tensors = meta["sizes"], conform(meta["layout"])
+    if len(tensors) != len(sizes):
+        raise Permanent(f"a capsule of {len(sizes)} tensors came for {len(tensors)}")
     with torch.no_grad():
-        for part, known in zip(parts_of(meta["sizes"]), meta["digests"], strict=True):
-            for at, here in zip(part, landed([pieces[i] for i in part], known), strict=True):
-                tensors[at].copy_(here.view(tensors[at].dtype).reshape(tensors[at].shape))
+        for which, part, known in zip(parts_of(sizes), parts, meta["digests"], strict=True):
+            for at, here in zip(which, landed(part, [sizes[i] for i in which], known), strict=True):
+                tensors[at].copy_(_shaped(here, tensors[at].dtype, tensors[at]))
     return meta
+
+
+def read(
+    raws: Iterable[memoryview], parameters: Sequence[torch.Tensor]
+) -> Iterator[tuple[dict[str, Any], Sequence[torch.Tensor | None]]]:
+    """What each record says of its step, and its gradients; none where there was no update."""
+    for raw in raws:
+        record = read_record(raw)
+        skipped = record.meta["settings"] is None
+        yield record.meta, [] if skipped else gradients_of(record, parameters)
 
 
 def gradients_of(record: Record, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -65,14 +82,19 @@ def gradients_of(record: Record, parameters: Sequence[torch.Tensor]) -> list[tor
     as_many(len(parameters), len(sizes), "parameters")
     left = iter(views_of(record))
     return [
-        None if size < 0 else _shaped(next(left), dtype, parameter)
+        None if size < 0 else _shaped(next(left), _dtype_of(dtype), parameter)
         for size, dtype, parameter in zip(sizes, dtypes, parameters, strict=True)
     ]
 
 
-def _shaped(raw: torch.Tensor, dtype: str, like: torch.Tensor) -> torch.Tensor:
+def _shaped(raw: torch.Tensor, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     # A copy of its own: a view as wider numbers needs a start on a whole one.
-    return raw.clone().view(getattr(torch, dtype.removeprefix("torch."))).reshape(like.shape)
+    return raw.clone().view(dtype).reshape(like.shape)
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return found
 
 
 class Shard:
