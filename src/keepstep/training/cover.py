@@ -39,7 +39,6 @@ PARTS = 8
 """Of a capsule, each with a digest of its own: a mirror looks at one of them at a time."""
 FORM = "joined-1"
 """How digests are made: in every capsule and record, because a saved one may be read much later."""
-_NO_DIGEST = "0" * 32
 _SLACK_BYTES = 4096
 SLICE_BYTES = 4 * 1024
 _CAPSULE = struct.Struct("<q16s")
@@ -82,18 +81,24 @@ def read_record(raw: memoryview) -> Record:
 def views_of(record: Record) -> Sequence[torch.Tensor]:
     """The gradients' bytes, one by one, if they are what the owner wrote."""
     sizes = [size for size in record.meta["sizes"] if size >= 0]
-    views: Sequence[torch.Tensor] = bytes_in_place(record.gradients).split(sizes)
-    if digest_joined(views) != record.meta["digest"]:
-        raise Permanent("a mirror's record is not what its owner wrote")
-    return views
+    return _in_place(record.gradients, sizes, record.meta["digest"], "record")
 
 
-def landed(part: memoryview, sizes: Sequence[int], known: str) -> Sequence[torch.Tensor]:
+def landed(meta: dict[str, Any], body: memoryview, number: int) -> Sequence[torch.Tensor]:
     """The tensors' bytes in one part of a capsule, in place, if they are what the owner wrote."""
-    tensors: Sequence[torch.Tensor] = bytes_in_place(part).split(list(sizes))
-    if digest_joined(tensors) != known:
-        raise Permanent("a mirror's capsule is not what its owner wrote")
-    return tensors
+    sizes, part = meta["sizes"], parts_of(meta["sizes"])[number]
+    first, last = sum(sizes[: part.start]), sum(sizes[: part.stop])
+    mine = sizes[part.start : part.stop]
+    return _in_place(body[first:last], mine, meta["digests"][number], "capsule")
+
+
+def _in_place(
+    raw: memoryview, sizes: Sequence[int], known: str, what: str
+) -> Sequence[torch.Tensor]:
+    views: Sequence[torch.Tensor] = bytes_in_place(raw).split(list(sizes))
+    if digest_joined(views) != known:
+        raise Permanent(f"a mirror's {what} is not what its owner wrote")
+    return views
 
 
 def parts_of(sizes: Sequence[int]) -> list[range]:
@@ -132,24 +137,17 @@ class Capsule:
         self.boundary = boundary
         views = [byte_view(tensor) for tensor in tensors]
         sizes = [view.numel() for view in views]
-        digests = [_NO_DIGEST] * PARTS
-        said = {**meta, "form": FORM, "boundary": boundary, "sizes": sizes, "digests": digests}
-        at = _CAPSULE.size + len(json.dumps(said).encode())
-        size = at + sum(sizes)
+        # Of the shard itself, not of the copy: one that is no copy of it is refused later.
+        digests = [digest_joined([views[i] for i in part]) for part in parts_of(sizes)]
+        said = {"form": FORM, "boundary": boundary, "sizes": sizes, "digests": digests}
+        text = json.dumps({**meta, **said}).encode()
+        head = _CAPSULE.pack(len(text), _sign(text)) + text
+        size = len(head) + sum(sizes)
         if room is None or room.numel() < size:
             # A little more than is needed: what is said of the next one may be a few digits longer.
             room = torch.empty(size + _SLACK_BYTES, dtype=torch.uint8)
         self.room, self.raw = room, room[:size]
-        for number, part in enumerate(parts_of(sizes)):
-            first, at = at, at + sum(sizes[i] for i in part)
-            here = self.raw[first:at]
-            # Of the shard itself, not of the copy: one that is no copy of it is refused later.
-            digests[number] = digest_joined([views[i] for i in part])
-            if first < at:
-                torch.cat([views[i].cpu() for i in part], out=here)
-        text = json.dumps(said).encode()
-        head = _CAPSULE.pack(len(text), _sign(text)) + text
-        self.raw[: len(head)] = bytes_tensor(head)
+        torch.cat([bytes_tensor(head), *(view.cpu() for view in views)], out=self.raw)
         self.sent = 0
 
     @property
@@ -163,18 +161,15 @@ class Capsule:
         return first, tensor_view(self.raw)[first : self.sent]
 
 
-def read_capsule(raw: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
-    """A capsule's meta, and the bytes of each of its parts."""
+def read_capsule(raw: memoryview) -> tuple[dict[str, Any], memoryview]:
+    """A capsule's meta, and the bytes of its tensors, one behind the other."""
     length, known = _CAPSULE.unpack_from(raw, 0)
     at = _CAPSULE.size + length
     meta = _read_meta(raw[_CAPSULE.size : max(_CAPSULE.size, at)], known, "capsule")
-    sizes, parts = meta["sizes"], []
-    for part in parts_of(sizes):
-        first, at = at, at + sum(sizes[i] for i in part)
-        parts.append(raw[first:at])
-    if at != len(raw):
+    body = raw[at:]
+    if sum(meta["sizes"]) != len(body):
         raise Permanent("a capsule's sizes do not fit its bytes")
-    return meta, parts
+    return meta, body
 
 
 class Owner:

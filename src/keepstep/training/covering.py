@@ -152,7 +152,8 @@ class Covering:
         assert self._exchange is not None, "opened above"
         if mine["need"] is None:
             self._copied = None
-        if mine["need"] is None or not mine["whole"]:
+            return
+        if not mine["whole"]:
             return
         self._sizes = Sizes(*mine["need"])
         if _goes_on(boundary, theirs, mine):

@@ -15,6 +15,7 @@ from keepstep.errors import Permanent
 from keepstep.training import zero
 from keepstep.training.holders import is_distributed, local_of
 from keepstep.training.plain import shaped_like
+from keepstep.training.raw import dtype_of
 
 _ATOMS = frozenset({bool, float, int, str, type(None)})
 BY_ELEMENT = frozenset(
@@ -140,7 +141,7 @@ def conform_state(
         return
     state = states[parameter]
     for key, (dtype_name, shape, cut) in wanted.items():
-        dtype = getattr(torch, dtype_name.removeprefix("torch."))
+        dtype = dtype_of(dtype_name)
         held = state.get(key)
         if isinstance(held, torch.Tensor) and is_distributed(held) == cut:
             local = local_of(held)

@@ -21,7 +21,6 @@ from keepstep.training.cover import (
     PARTS,
     Keeping,
     landed,
-    parts_of,
     read_capsule,
     read_record,
     views_of,
@@ -62,11 +61,10 @@ def spoilt(keeping: Keeping, eighths: Collection[int]) -> str:
 
 def _look_at_capsule(kept: Kept, eighth: int) -> None:
     boundary, raw = kept.capsule()
-    meta, parts = read_capsule(raw)
+    meta, body = read_capsule(raw)
     if meta["boundary"] != boundary:
         raise Permanent(f"it is the capsule of boundary {meta['boundary']}")
-    sizes = [meta["sizes"][i] for i in parts_of(meta["sizes"])[eighth]]
-    landed(parts[eighth], sizes, meta["digests"][eighth])
+    landed(meta, body, eighth)
 
 
 def _look_at_record(kept: Kept, step: int) -> None:

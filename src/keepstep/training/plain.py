@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from keepstep.errors import ConfigError
-from keepstep.training.raw import tensor_bytes
+from keepstep.training.raw import dtype_of, tensor_bytes
 
 _PLAIN = "numbers, strings, lists, tuples, dicts, plain tensors, torch.dtype and torch.device"
 FIX_PART = (
@@ -127,13 +127,13 @@ def decode(plain: Any) -> Any:
         case "size":
             return torch.Size(plain["v"])
         case "dtype":
-            return getattr(torch, plain["v"].removeprefix("torch."))
+            return dtype_of(plain["v"])
         case "device":
             return torch.device(plain["v"])
         case "dict":
             return {decode(k): decode(v) for k, v in plain["v"]}
         case "tensor":
-            dtype = getattr(torch, plain["dtype"].removeprefix("torch."))
+            dtype = dtype_of(plain["dtype"])
             raw = bytearray(bytes.fromhex(plain["v"]))
             if not raw:
                 return torch.zeros(plain["shape"], dtype=dtype)

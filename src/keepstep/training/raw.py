@@ -38,6 +38,12 @@ def size_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """By what torch calls it, or the same without `torch.`."""
+    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return found
+
+
 def bytes_tensor(raw: bytes | memoryview) -> torch.Tensor:
     """A tensor of its own with these bytes."""
     # Uneven shards leave a rank with nothing, which frombuffer refuses.

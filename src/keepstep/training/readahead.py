@@ -30,11 +30,10 @@ class Readahead(Generic[T]):
     """Used by `with`: who leaves in the middle leaves the thread to end by itself."""
 
     def __init__(self, items: Iterator[T]) -> None:
-        self._items: Iterator[T] | None = items
         self._made: queue.SimpleQueue[tuple[T] | None] = queue.SimpleQueue()
         self._free = threading.Semaphore(ROOM)
         self._left = False
-        self._making = Errand("keepstep-readahead", self._make)
+        self._making = Errand("keepstep-readahead", lambda: self._make(items))
 
     def __enter__(self) -> Self:
         self._making.start()
@@ -52,9 +51,7 @@ class Readahead(Generic[T]):
         self._making.wait()
         self._making.result()
 
-    def _make(self) -> None:
-        items, self._items = self._items, None
-        assert items is not None, "it is gone over once"
+    def _make(self, items: Iterator[T]) -> None:
         try:
             for item in items:
                 self._free.acquire()

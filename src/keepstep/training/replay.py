@@ -10,6 +10,7 @@ what its owner said it was.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,15 +20,16 @@ import torch
 from keepstep.errors import Permanent
 from keepstep.training import zero
 from keepstep.training.cover import (
+    PARTS,
     Record,
     landed,
-    parts_of,
     read_capsule,
     read_record,
     views_of,
 )
 from keepstep.training.holders import is_distributed, local_of
 from keepstep.training.optimizers import BY_ELEMENT, as_many
+from keepstep.training.raw import dtype_of
 
 _State = dict[torch.Tensor, dict[str, Any]]
 
@@ -55,14 +57,14 @@ def load_capsule(
 
     Returns what its owner said beside it.
     """
-    meta, parts = read_capsule(raw)
-    sizes, tensors = meta["sizes"], conform(meta["layout"])
-    if len(tensors) != len(sizes):
-        raise Permanent(f"a capsule of {len(sizes)} tensors came for {len(tensors)}")
+    meta, body = read_capsule(raw)
+    tensors = conform(meta["layout"])
+    if len(tensors) != len(meta["sizes"]):
+        raise Permanent(f"a capsule of {len(meta['sizes'])} tensors came for {len(tensors)}")
+    pieces = itertools.chain.from_iterable(landed(meta, body, part) for part in range(PARTS))
     with torch.no_grad():
-        for which, part, known in zip(parts_of(sizes), parts, meta["digests"], strict=True):
-            for at, here in zip(which, landed(part, [sizes[i] for i in which], known), strict=True):
-                tensors[at].copy_(_shaped(here, tensors[at].dtype, tensors[at]))
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(_shaped(piece, tensor.dtype, tensor))
     return meta
 
 
@@ -82,7 +84,7 @@ def gradients_of(record: Record, parameters: Sequence[torch.Tensor]) -> list[tor
     as_many(len(parameters), len(sizes), "parameters")
     left = iter(views_of(record))
     return [
-        None if size < 0 else _shaped(next(left), _dtype_of(dtype), parameter)
+        None if size < 0 else _shaped(next(left), dtype_of(dtype), parameter)
         for size, dtype, parameter in zip(sizes, dtypes, parameters, strict=True)
     ]
 
@@ -90,11 +92,6 @@ def gradients_of(record: Record, parameters: Sequence[torch.Tensor]) -> list[tor
 def _shaped(raw: torch.Tensor, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     # A copy of its own: a view as wider numbers needs a start on a whole one.
     return raw.clone().view(dtype).reshape(like.shape)
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return found
 
 
 class Shard:
