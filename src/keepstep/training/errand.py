@@ -21,7 +21,7 @@ class Errand(Generic[T]):
     def __init__(self, name: str, work: Callable[[], T]) -> None:
         self._over = threading.Event()
         self._made: list[T] = []
-        self._trouble: Exception | None = None
+        self._trouble: BaseException | None = None
         self._work: Callable[[], T] | None = work
         self._name = name
 
@@ -55,7 +55,8 @@ class Errand(Generic[T]):
         assert work is not None, "an errand is run once"
         try:
             self._made.append(work())
-        except Exception as error:
+        except BaseException as error:
+            # Also an exit: who waits would find neither a result nor a reason.
             self._trouble = error
         finally:
             del work
