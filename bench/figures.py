@@ -41,7 +41,8 @@ def ratio_of_sums(
     found = []
     for _ in range(resamples):
         drawn = chance.choices(rounds, k=len(rounds))
-        found.append(sum(above[i] for i in drawn) / sum(below[i] for i in drawn))
+        # A report draws millions: this is half the time of a comprehension.
+        found.append(sum(map(above.__getitem__, drawn)) / sum(map(below.__getitem__, drawn)))
     return Ratio(
         sum(above) / sum(below),
         percentile(found, 95.0),

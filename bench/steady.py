@@ -3,6 +3,7 @@
     python -m bench.steady --arms keepstep,torchft,checkpoint_restart:sync@20 [--minutes 20]
     python -m bench.steady --onto bench/results/steady-….json.gz …       the steps that it lacks
     python -m bench.steady --read bench/results/steady-….json.gz         what it said
+    python -m bench.steady --read … --write docs/benchmarks.md           its table, at its marks
 
 For each arm three jobs live side by side and take turns in blocks of about a second: A bare, B the
 arm, C bare again as the control; there and back, A B C | C B A. Whoever is not at turn is stopped
@@ -30,10 +31,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from bench import figures, overhead, quiet, record, rig, truth
-from bench.arms.arm import Arm, load, noted, notes_of, placeless
+from bench import documents, figures, overhead, quiet, record, rig, truth
+from bench.arms.arm import Arm, able, load, noted, notes_of, placeless
 from bench.arms.keepstep import Keepstep
 from bench.launch import Local, end_marked, marked
 from bench.plan import Plan
@@ -53,6 +54,14 @@ ROUNDS_MIN = 2
 METHOD = 2
 """Raised when rounds are no longer made as before: --onto refuses others. 2: saves fall on timed
 and untimed steps alike."""
+NOT_KEPT = ("onto", "read", "write")
+MARKS = "<!-- steady:begin", "<!-- steady:end -->"
+JOBS = ("arm", "control")
+"""Told by the bare one."""
+HEAD = (
+    *("arm", "quiet steps", "step, by the bare engine", "control"),
+    *("processor time (control)", "fastest steps (control)"),
+)
 ALIKE = ("ranks", "size", "parallel", "seed", "quick")
 """Options that a run which goes on shares with the one before it."""
 
@@ -73,7 +82,7 @@ class Progress:
 def main() -> int:
     args = options()
     if args.read is not None:
-        return tell_again(args.read)
+        return tell_again(args.read, args.write)
     specs = args.arms.split(",")
     runs: dict[str, Any] = {}
     earlier: dict[str, Progress] = {}
@@ -112,27 +121,54 @@ def main() -> int:
             tell(spec, runs[spec])
     if not runs:
         return 2
-    plain = {name: value for name, value in vars(args).items() if name not in ("onto", "read")}
+    plain = {name: value for name, value in vars(args).items() if name not in NOT_KEPT}
     kept = {"method": METHOD, "options": plain, "onto": history, "runs": runs}
     path = record.keep("steady-quick" if args.quick else "steady", kept)
     print(f"raw results: {path}")
     return 0 if all(spec in runs and runs[spec]["valid"] for spec in specs) else 2
 
 
-def tell_again(path: Path) -> int:
+def tell_again(path: Path, into: Sequence[Path]) -> int:
     """What a raw result says, by what its figures mean today."""
     try:
         kept = record.read(path)
         args = argparse.Namespace(**kept["options"])
         found, _ = parts_of(path, kept, args)
+        runs = {spec: summed_up(spec, args, progress) for spec, progress in found.items()}
+        source = f"bench/results/{path.name}"
+        documents.write(into, MARKS, lambda _: markdown(kept["options"], runs, source))
     except (KeepstepError, OSError) as error:
         print(f"bench.steady: {error}", file=sys.stderr)
         return 2
-    runs = {}
-    for spec, progress in found.items():
-        runs[spec] = summed_up(spec, args, progress)
-        tell(spec, runs[spec])
+    for spec, run in runs.items():
+        tell(spec, run)
     return 0 if all(run["valid"] for run in runs.values()) else 2
+
+
+def markdown(asked: dict[str, Any], runs: dict[str, Any], source: str) -> str:
+    """A document's table, by time."""
+    by_time = sorted(runs, key=lambda spec: runs[spec].get("ratio", [math.inf])[0])
+    lines = [HEAD, ("---",) * len(HEAD), *(_row(spec, runs[spec]) for spec in by_time)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    what = f"**{asked['parallel']} {asked['size']} x{asked['ranks']} ranks**, nobody struck"
+    if any("ratio" in run and not run["valid"] for run in runs.values()):
+        what += "; in brackets, what does not count"
+    return f"{what}:\n\n{table}\n\nRaw result: `{source}`, read by `python -m bench.steady --read`."
+
+
+def _row(spec: str, run: dict[str, Any]) -> tuple[str, ...]:
+    if "ratio" not in run:
+        why = run["failed"] or f"fewer than {ROUNDS_MIN} quiet rounds"
+        return (spec, why, *("-",) * (len(HEAD) - 2))
+    value, _, low, high = run["ratio"]
+    told = f"{value:.3f} [{low:.3f}, {high:.3f}]"
+    used = f"{run['processor'][0]:.3f} ({run['processor_control'][0]:.3f})"
+    if fast := run["fastest_us"]:
+        fastest = "{:.3f} ({:.3f})".format(*(fast[name] / fast["bare"] for name in JOBS))
+    else:
+        fastest = "-"
+    row = (spec, f"{run['steps_per_arm']:,}", told, f"{run['control'][0]:.3f}", used, fastest)
+    return row if run["valid"] else tuple(f"({cell})" for cell in row)
 
 
 def tell(spec: str, run: dict[str, Any]) -> None:
@@ -157,7 +193,7 @@ def fastest_told(run: dict[str, Any]) -> str:
     save is none of these."""
     if not (fast := run["fastest_us"]):
         return ""
-    by_bare = (fast[name] / fast["bare"] for name in ("arm", "control"))
+    by_bare = (fast[name] / fast["bare"] for name in JOBS)
     return ", fastest steps {:.4f} (control {:.4f})".format(*by_bare)
 
 
@@ -175,7 +211,17 @@ def options(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a try-out; proves nothing")
     parser.add_argument("--onto", type=Path, metavar="FILE", help="go on with one that is short")
     parser.add_argument("--read", type=Path, metavar="FILE", help="tell of a raw result again")
+    parser.add_argument(
+        "--write",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="DOCUMENT",
+        help="its table, between its marks",
+    )
     args = parser.parse_args(line)
+    if args.write and args.read is None:
+        parser.error("--write goes with --read FILE")
     if args.quick:
         args.minutes, args.steps, args.segments = min(args.minutes, 1.5), min(args.steps, 60), 1
     return args
@@ -275,10 +321,7 @@ def steps_in(rounds: Sequence[dict[str, float]]) -> float:
 def segment(spec: str, args: argparse.Namespace, progress: Progress, limit: overhead.Limit) -> None:
     """Three fresh jobs, until there are so many quiet steps. Its rounds count once it is known that
     nobody saw a fault in them."""
-    # Told now, and not once two others stand.
-    system = load(spec)
-    if why := system.refuses(plan_of(args, Path())):
-        raise Permanent(why)
+    system = able(spec, plan_of(args, Path()))
     with ExitStack() as stack:
         directory = stack.enter_context(rig.scratch("steady"))
         # After the round, and not in its middle: what was measured by then is kept.
@@ -394,9 +437,7 @@ def gated(name: str, arm: Arm, directory: Path, args: argparse.Namespace) -> Ite
     with overhead.listening(gate) as listener, running(name, arm, plan, (GATE, gate)):
         connections = overhead.accept_all(listener, plan.world, lambda: check(arm))
         job = overhead.Arm(name, connections, lambda: processes_of(plan))
-        # Spares get warm, stores settle: the method must not measure a start.
-        wait_idle(job.processes)
-        job.freeze()
+        settle(job)
         yield Gated(job, arm, plan)
         for connection in connections:
             connection.close()
@@ -435,6 +476,20 @@ def processes_of(plan: Plan) -> list[int]:
 def check(arm: Any) -> None:
     if why := arm.ended():
         raise Permanent(f"{arm.name} ended before it began: {why}")
+
+
+class Stoppable(Protocol):
+    """A job whose ranks wait at their gate."""
+
+    def processes(self) -> list[int]: ...
+
+    def freeze(self) -> None: ...
+
+
+def settle(job: Stoppable) -> None:
+    """Spares get warm, stores settle, and it is stopped: the method must not measure a start."""
+    wait_idle(job.processes)
+    job.freeze()
 
 
 def wait_idle(processes: Callable[[], list[int]]) -> None:

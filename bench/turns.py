@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures, notes, overhead, record, rig, scenario, steady, truth
-from bench.arms.arm import Arm, load, notes_of, placeless
+from bench.arms.arm import Arm, able, load, notes_of, placeless
 from bench.harness import Follower
 from bench.plan import BATCH, Plan
 from bench.turn_line import Seats
@@ -205,10 +205,7 @@ def options(line: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(spec: str, args: argparse.Namespace) -> dict[str, Any]:
     """One arm between two bare jobs."""
-    arm = load(spec)
-    # Told now, and not after the trial.
-    if why := arm.refuses(plan_of(args, WARM_STEPS, Path())):
-        raise Permanent(why)
+    arm = able(spec, plan_of(args, WARM_STEPS, Path()))
     faults = scenario.schedule(scenario.read(args.scenario), args.ranks, 1e3, 1e4)
     if any(fault.kind not in KINDS for fault in faults):
         raise Permanent(f"{args.scenario}: only {', '.join(KINDS)} can be struck in turns")
@@ -325,9 +322,7 @@ def started(name: str, arm: Arm, room: Path, args: argparse.Namespace, steps: in
     with Seats(path, plan.world) as seats, steady.running(name, arm, plan, (TURN, path)):
         job = Job(name, arm, plan, seats)
         wait_all(job)
-        # Spares get warm, stores settle: the method must not measure a start.
-        steady.wait_idle(job.processes)
-        job.freeze()
+        steady.settle(job)
         yield job
 
 

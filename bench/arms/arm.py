@@ -30,7 +30,7 @@ from bench.launch import KEPT, MARK, Host, Launch, python_path
 from bench.plan import Plan
 from bench.record import ROOT
 from bench.workload.log import GATE, TURN
-from keepstep.errors import ConfigError, KeepstepError
+from keepstep.errors import ConfigError, KeepstepError, Permanent
 
 GRACE_SECONDS = 8.0
 SAID_CHARACTERS = 1500
@@ -62,6 +62,14 @@ def load(spec: str) -> Arm:
         made: Arm = module.arm(variant)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError(f"no arm {spec!r} (bench/arms/{name}.py): {error}") from None
+    return made
+
+
+def able(spec: str, plan: Plan) -> Arm:
+    """The same, if it can run this: told now, and not once others stand beside it."""
+    made = load(spec)
+    if why := made.refuses(plan):
+        raise Permanent(why)
     return made
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
 import threading
+from pathlib import Path
 
 import pytest
 
-from bench import overhead, record, steady, truth
-from bench.arms.arm import load
+from bench import documents, overhead, record, steady, truth
+from bench.arms.arm import able, load
+from bench.plan import Plan
 from keepstep.errors import ConfigError, Permanent, Unreachable
 
 OPTIONS = steady.options
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def timed_saves(block, lead, every, turns, first):
@@ -282,3 +286,63 @@ def test_the_fastest_steps_stand_beside_the_sums_and_are_carried_on(monkeypatch,
     del kept[-1]["runs"]["bare"]["rank0_steps_us"]
     assert commanded(monkeypatch, segment, *line, "--onto", "f", "--steps", "120") == 0
     assert len(kept[-1]["runs"]["bare"]["rank0_steps_us"]["arm"]) == 20, "an older file has none"
+
+
+def test_who_cannot_run_a_plan_is_told_so_before_anything_is_started(tmp_path):
+    plan = Plan("fsdp", "3m", 2, 10, directory=str(tmp_path))
+    with pytest.raises(Permanent, match="no replica"):
+        able("torchft", plan)
+    assert able("bare", plan).name == "bare"
+
+
+def test_the_documents_table_is_that_of_its_raw_result():
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    told = documents.between(text, steady.MARKS)
+    (name,) = re.findall(r"bench/results/[\w.-]+\.json\.gz", told)
+    kept = record.read(ROOT / name)
+    assert steady.markdown(kept["options"], kept["runs"], name) == told
+    assert "+changes" not in kept["commit"]
+    assert not kept["options"]["quick"]
+
+
+def test_a_table_says_what_does_not_count_and_what_there_is_nothing_of():
+    figure = [1.1, 1.13, 1.05, 1.15]
+    run = {
+        "ratio": figure,
+        "control": figure,
+        "processor": figure,
+        "processor_control": figure,
+        "fastest_us": {},
+        "steps_per_arm": 1500,
+        "valid": False,
+        "failed": "",
+    }
+    runs = {
+        "none": {"failed": "", "valid": False},
+        "gone": {"failed": "it ended", "valid": False},
+        "off": run,
+        "good": run | {"ratio": [1.0, 1.0, 1.0, 1.0], "valid": True},
+    }
+    asked = {"parallel": "ddp", "size": "3m", "ranks": 2}
+    text = steady.markdown(asked, runs, "f")
+    assert text.startswith("**ddp 3m x2 ranks**, nobody struck; in brackets, what does not count:")
+    assert text.splitlines()[4:8] == [
+        "| good | 1,500 | 1.000 [1.000, 1.000] | 1.100 | 1.100 (1.100) | - |",
+        "| (off) | (1,500) | (1.100 [1.050, 1.150]) | (1.100) | (1.100 (1.100)) | (-) |",
+        "| none | fewer than 2 quiet rounds | - | - | - | - |",
+        "| gone | it ended | - | - | - | - |",
+    ]
+
+
+def test_a_table_is_written_of_a_result_that_is_read_again(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        OPTIONS(["--write", "d.md"])
+    assert "--write goes with --read FILE" in capsys.readouterr().err
+    document = tmp_path / "d.md"
+    document.write_text("a\n<!-- steady:begin -->\n<!-- steady:end -->\nb\n", encoding="utf-8")
+    # An old one, which has neither processor times nor single steps of all jobs.
+    old = ROOT / "bench" / "results" / "steady-20261119T053500Z.json.gz"
+    assert steady.tell_again(old, [document]) == 2
+    told = document.read_text(encoding="utf-8")
+    assert f"`bench/results/{old.name}`" in told
+    assert "| (keepstep) |" in told
