@@ -5,6 +5,7 @@ A document's first mark names the scenarios that it tells of; one that names non
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -133,10 +134,12 @@ def markdown(
 
 def machines(results: Sequence[Mapping[str, Any]]) -> str:
     """Which they are from, as far as a machine knows itself: one that is rebooted is the same."""
-    files: dict[str, int] = {}
-    for result in results:
-        one = result["machine"]
-        name = f"{one['cores']} cores of {one['cpu']}, {one['memory']}, kernel {one['kernel']}"
-        files[name] = files.get(name, 0) + 1
+    files = Counter(map(machine, results))
     told = [f"{name} ({many} {'file' if many == 1 else 'files'})" for name, many in files.items()]
     return f"Machines that can be told apart ({len(files)}): {'; '.join(told)}."
+
+
+def machine(result: Mapping[str, Any]) -> str:
+    """The kind of machine that a result is from."""
+    one = result["machine"]
+    return f"{one['cores']} cores of {one['cpu']}, {one['memory']}, kernel {one['kernel']}"
