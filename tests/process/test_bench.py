@@ -124,7 +124,6 @@ def test_a_rank_is_killed_at_its_jobs_turn_and_all_train_to_the_same_weights(tmp
     assert (truth["recomputed"], truth["lost"], truth["doubled"]) == (0, 0, 0)
     assert truth["unmeant_starts"] == 0
     assert found["weights_equal"]
-    assert found["seconds"]["arm"] > found["seconds"]["bare"], "the pause is in its time"
     assert 0.5 < found["control"][0] < 2.0
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 
 from bench import documents, scenario, steady, turn_report, turns
 from bench.arms.arm import load
+from bench.plan import Plan
 from bench.turn_line import Seats
 from bench.workload.turn import Turn
 from keepstep.errors import Permanent
@@ -124,6 +127,41 @@ def test_steps_that_are_made_again_are_waited_for(seats: Seats, path: Path):
     assert [rank.made for rank in again] == [8, 8]
     for rank in again:
         rank.die()
+
+
+def test_a_block_lasts_until_whoever_was_struck_is_replaced(
+    seats: Seats, path: Path, monkeypatch: Any
+):
+    struck, pause = threading.Event(), 0.05
+    survivor, victim = (Turn(str(path), rank, nullcontext) for rank in (0, 1))
+
+    def survive() -> None:
+        survivor.passed(1)
+        assert struck.wait(SECONDS_MAX)
+        time.sleep(pause)
+        heirs.append(Rank(path, 1, first=3))
+        survivor.passed(6)
+
+    def kill(_: int, number: int) -> None:
+        assert number == signal.SIGKILL
+        victim.close()
+        struck.set()
+
+    heirs: list[Rank] = []
+    ranks = [threading.Thread(target=survive, daemon=True)]
+    ranks.append(threading.Thread(target=victim.passed, args=(1,), daemon=True))
+    for rank in ranks:
+        rank.start()
+    hear_until(seats, seats.all_began, "both to begin")
+    monkeypatch.setattr(turns.os, "kill", kill)
+    job = turns.Job("arm", load("bare"), Plan(), seats, done=1)
+    assert job.go(5, scenario.Strike(0.0, "kill", 1)) >= pause, "it is in its time"
+    assert [strike.rank for strike in job.strikes] == [1]
+    seats.let_until(7)
+    for rank in ranks:
+        rank.join(SECONDS_MAX)
+    survivor.close()
+    heirs[0].die()
 
 
 def test_the_arm_is_judged_by_the_bare_job_of_its_rounds():
