@@ -59,13 +59,8 @@ def options() -> argparse.Namespace:
     table.add_argument(
         "files", nargs="*", type=Path, help="default: every raw result that is fit for it"
     )
-    table.add_argument(
-        "--write",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="DOCUMENT",
-        help="put those that its mark asks for between its marks; may be repeated",
+    documents.add_option(
+        table, "put those that its mark asks for between its marks; may be repeated"
     )
     table.set_defaults(act=_table)
 

@@ -9,6 +9,7 @@ The first mark may say more than its name, what its tables are of: `<!-- bench:b
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,13 @@ from keepstep.errors import Permanent
 
 Marks = tuple[str, str]
 """How the first one begins, and the whole of the second."""
+
+
+def add_option(parser: argparse.ArgumentParser, what: str = "its table, at its marks") -> None:
+    """For a script that makes tables."""
+    parser.add_argument(
+        "--write", action="append", type=Path, default=[], metavar="DOCUMENT", help=what
+    )
 
 
 def write(documents: Sequence[Path], marks: Marks, table_of: Callable[[str], str]) -> None:

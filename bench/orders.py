@@ -91,9 +91,7 @@ def main(line: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench.orders", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument(
-        "--write", action="append", type=Path, default=[], metavar="DOCUMENT", help="at its marks"
-    )
+    documents.add_option(parser)
     args = parser.parse_args(line)
     try:
         kept = {path: record.read(path) for path in args.files} or fit_results()

@@ -211,14 +211,7 @@ def options(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a try-out; proves nothing")
     parser.add_argument("--onto", type=Path, metavar="FILE", help="go on with one that is short")
     parser.add_argument("--read", type=Path, metavar="FILE", help="tell of a raw result again")
-    parser.add_argument(
-        "--write",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="DOCUMENT",
-        help="its table, between its marks",
-    )
+    documents.add_option(parser)
     args = parser.parse_args(line)
     if args.write and args.read is None:
         parser.error("--write goes with --read FILE")

@@ -119,14 +119,7 @@ def main(line: Sequence[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--against", nargs="+", type=Path, default=[], help="of another machine")
-    parser.add_argument(
-        "--write",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="DOCUMENT",
-        help="between its marks",
-    )
+    documents.add_option(parser)
     args = parser.parse_args(line)
     if args.write and args.against:
         parser.error("--against compares, and --write tells of one side: one of them")
