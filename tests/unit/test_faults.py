@@ -20,7 +20,7 @@ from keepstep.chaos.faults import (
     matrix,
     schedule,
 )
-from keepstep.chaos.inject import Injector
+from keepstep.chaos.inject import Away, Injector
 from keepstep.chaos.proof import StepLogCheck, check_lines, contaminated_only
 from keepstep.chaos.strike import Flip
 from keepstep.errors import ConfigError
@@ -261,3 +261,13 @@ def test_a_bad_outcome_is_named_in_its_line():
     text = report.fault_line(record(0, "stuck", None), 5)
     assert text.startswith("BAD   1/5 sigkill/forward")
     assert "stuck (expected live)" in text
+
+
+def test_a_node_that_was_taken_out_does_not_come_back():
+    """It would be started after the cluster has forgotten it, and nobody would end it."""
+    came: list[str] = []
+    injector = object.__new__(Injector)
+    injector.away = [Away(node, 0.0, came.append) for node in ("n1", "n2", "n2")]
+    injector.forget("n2")
+    injector.tend(now=1.0)
+    assert came == ["n1"]

@@ -350,8 +350,9 @@ class Campaign:
         seated = {str(seat["node"]) for seat in job["seats"]}
         for node in sorted(self._tainted - seated):
             self._tainted.discard(node)
-            self._cluster.lose_node(node)
-            del self._cluster.nodes[node]
+            # It may be away just now: an agent that came back later would be nobody's to end.
+            self._injector.forget(node)
+            self._cluster.remove_node(node)
 
     # ------------------------------------------------------------ one fault
 

@@ -113,6 +113,10 @@ class Injector:
             self.away.remove(away)
             away.back(away.node)
 
+    def forget(self, node: str) -> None:
+        """It is no part of the cluster any more, and does not come back."""
+        self.away = [away for away in self.away if away.node != node]
+
     def release(self) -> None:
         """Whatever was kept away may come back now."""
         for away in self.away:

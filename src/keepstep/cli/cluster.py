@@ -285,6 +285,11 @@ class LocalCluster:
         """A lost node comes back, empty."""
         self.supervisor.resume(_agent(node))
 
+    def remove_node(self, node: str) -> None:
+        """A machine that is lost, and does not come back."""
+        self.lose_node(node)
+        del self.nodes[node]
+
     def freeze_node(self, node: str) -> None:
         """Every process of the node stops where it is: silence without an end of stream."""
         for pid in self.processes(node):
