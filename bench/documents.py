@@ -27,6 +27,11 @@ def add_option(parser: argparse.ArgumentParser, what: str = "its table, at its m
     )
 
 
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Its lines, in Markdown."""
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+
+
 def write(documents: Sequence[Path], marks: Marks, table_of: Callable[[str], str]) -> None:
     """All of them or none. `table_of`: a document's text to what stands between its marks then."""
     texts = [(path, path.read_text(encoding="utf-8")) for path in documents]

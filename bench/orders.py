@@ -161,7 +161,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> list[str]:
         rows.append([name, *told, _same([one.side for one in of_kind.values()])])
     if not rows:
         raise Permanent(f"{OURS} and another system were never run side by side in these files")
-    return _markdown_table(["workload, system", *_titles(kinds), "first"], rows)
+    return documents.table(["workload, system", *_titles(kinds), "first"], rows)
 
 
 def rankings(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -172,7 +172,7 @@ def rankings(results: Sequence[Mapping[str, Any]]) -> list[str]:
         told = [ranking(of_kind[kind]) if kind in of_kind else "-" for kind in kinds]
         turned = "; ".join(_turned(list(of_kind.values()))) or "none"
         rows.append([tables.spoken(workload), *told, turned])
-    return _markdown_table(["workload", *_titles(kinds), "turned around"], rows)
+    return documents.table(["workload", *_titles(kinds), "turned around"], rows)
 
 
 def ranking(repetitions: Sequence[Repetition]) -> str:
@@ -255,10 +255,6 @@ def _kinds(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _titles(kinds: Sequence[str]) -> list[str]:
     return [f"machine {at + 1}" for at in range(len(kinds))]
-
-
-def _markdown_table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 
 if __name__ == "__main__":

@@ -148,8 +148,7 @@ def tell_again(path: Path, into: Sequence[Path]) -> int:
 def markdown(asked: dict[str, Any], runs: dict[str, Any], source: str) -> str:
     """A document's table, by time."""
     by_time = sorted(runs, key=lambda spec: runs[spec].get("ratio", [math.inf])[0])
-    lines = [HEAD, ("---",) * len(HEAD), *(_row(spec, runs[spec]) for spec in by_time)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = "\n".join(documents.table(HEAD, [_row(spec, runs[spec]) for spec in by_time]))
     what = f"**{asked['parallel']} {asked['size']} x{asked['ranks']} ranks**, nobody struck"
     if any("ratio" in run and not run["valid"] for run in runs.values()):
         what += "; in brackets, what does not count"

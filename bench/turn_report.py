@@ -220,11 +220,11 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
             rows.append((workload, not valid, turns.value("arm"), arm, turns))
     if not rows:
         raise Permanent("no run in these files came to its end")
-    lines = [list(HEAD), ["---"] * len(HEAD)]
+    lines = []
     for workload, invalid, _, arm, turns in sorted(rows, key=lambda row: row[:4]):
         line = _row(f"{workload}, {arm}", turns)
         lines.append([f"({cell})" for cell in line] if invalid else line)
-    return [f"| {' | '.join(line)} |" for line in lines]
+    return documents.table(HEAD, lines)
 
 
 def need_same_training(results: Sequence[dict[str, Any]]) -> None:
